@@ -248,8 +248,7 @@ class Buckets:
     def delivers_everything(self, bucket: Bucket, step: int, epoch: int) -> bool:
         """Whether a step delivers every entry of a bucket in full precision, as an all-reduce does."""
         plan = self.plan_of(bucket)
-        everything = all(each.k == each.universe for each in plan.codecs(step, epoch))
-        return plan.topology.compresses and plan.wire.name == "fp32" and everything
+        return plan.topology.compresses and plan.wire.name == "fp32" and plan.codecs(step, epoch).whole
 
     def plan_of(self, bucket: Bucket) -> BucketPlan:
         """The exchange plan of a bucket."""

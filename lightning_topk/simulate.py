@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_topk.bucket import plan_step
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Exchange, Outcome
-from lightning_topk.core.guards import exchange
+from lightning_topk.core.guards import AS_IS, Applied, exchange
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, Broadcast, Gather, Request
 
@@ -42,16 +42,23 @@ class Cluster:
         self.outcomes: list[Outcome] = []  # of the last exchange, one per rank
         self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}  # that each worker has sent to others so far
 
-    def step(self, gradients: Sequence[Tensor], epoch: int = 0, scale: Tensor | None = None) -> list[Tensor]:
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        epoch: int = 0,
+        scale: Tensor | None = None,
+        applied: Sequence[Applied] | None = None,
+    ) -> list[Tensor]:
         """Exchanges W gradients ``[numel]``; returns the W delivered ones ``[numel]``.
 
-        If the gradients contain a scalar loss ``scale``, the delivered ones do too.
+        If the gradients contain a scalar loss ``scale``, the delivered ones do too. ``applied`` says how dense training
+        would apply each worker's.
         """
         outputs = [gradient.clone() for gradient in gradients]
         exchanges = []
-        for end, g in zip(self.endpoints, outputs, strict=True):
+        for end, g, how in zip(self.endpoints, outputs, applied or [AS_IS] * len(outputs), strict=True):
             codecs = self.plan.codecs(self.steps, epoch, end.uplink.selector)
-            exchanges.append(exchange(end, g, codecs, self.steps, scale, measure=self.measure))
+            exchanges.append(exchange(end, g, codecs, self.steps, scale, measure=self.measure, applied=how))
         self.outcomes = self.drive(exchanges)
         self.steps += 1
         return outputs

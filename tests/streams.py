@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_topk.core import guards
+from lightning_topk.core import ops
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Gather
 
 OURS = tuple(str(Path(__file__).parents[1] / folder) + os.sep for folder in ("lightning_topk", "tests"))
@@ -228,7 +228,7 @@ def replace_kernels(setattr: Callable[..., None], stand_in: Callable[[str, list[
             setattr(kernels, name, stand_in(name, value.arg_names))
     setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
     setattr(FakeTensor, "data_ptr", lambda self: id(self.untyped_storage()))
-    setattr(guards, "_to", lambda x, device: torch.empty_like(x, device=device))
+    setattr(ops, "to_device", lambda x, device: torch.empty_like(x, device=device))
 
 
 class Kernel:

@@ -2,7 +2,6 @@
 
 import copy
 import time
-from collections import deque
 from contextlib import nullcontext
 from datetime import timedelta
 from fnmatch import fnmatch
@@ -21,9 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.link import NOTHING
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.jobs import Job
+from lightning_topk.runtime.passes import Pass
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
@@ -131,9 +130,9 @@ def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional,
     for step in range(4):
         given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
         mine = given[rank].clone()
-        job = Job(mine, (), simulated.plan, "", None, step, 0, None, NOTHING, residuals, groups, deque())
+        job = Job(mine, (), simulated.plan, "", None, None, Pass(step, 0, residuals))
         with pytest.raises(StopIteration):
-            next(job.run())
+            next(job.run(groups))
         results.append((mine, simulated.step(given)[rank]))
     for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
         results.append((real.memory.tensors()["residual"], imagined.memory.tensors()["residual"]))
@@ -181,9 +180,9 @@ def test_random_delays_neither_deadlock_nor_mix_buckets_up(rank, world, topology
 def test_an_empty_bucket_completes_in_its_turn(rank, world):
     """Otherwise the batch after the next would start on groups in use, on some ranks earlier than on others."""
     _, state = attached(nn.Linear(4, 4))
-    nothing: Any = dict.fromkeys(("plan", "name", "used", "step", "epoch", "scale", "measure", "residuals", "results"))
-    job = Job(torch.empty(0), (nn.Parameter(torch.empty(0)),), groups=state.groups, **nothing)
-    assert next(job.run(background=True), "ended") is None
+    bucket = (nn.Parameter(torch.empty(0)),)
+    job = Job(torch.empty(0), bucket, mock.Mock(), "", None, None, Pass(0, 0, state.residuals))
+    assert next(job.run(state.groups, background=True), "ended") is None
 
 
 @on_ranks(2)

@@ -17,7 +17,7 @@ def lane_of(max_in_flight: int = 1) -> lanes.ThreadLane:
 
 
 def submit(lane, steps) -> torch.futures.Future:
-    return lane.submit(mock.Mock(run=lambda **_: steps))
+    return lane.submit(mock.Mock(run=lambda *_: steps))
 
 
 def result_of(future: torch.futures.Future) -> torch.Tensor:
@@ -122,7 +122,7 @@ from unittest import mock
 import torch
 from lightning_topk.runtime import lanes
 
-def steps(background):
+def steps(groups, background):
     yield from ()
     return torch.zeros(1)
 

@@ -61,7 +61,7 @@ class TopKState(HookState):
         # The bucket is only valid during this call, so take everything the job needs from it now.
         buffer, parameters, index, last = bucket.buffer(), tuple(bucket.parameters()), bucket.index(), bucket.is_last()
         if index == 0:
-            self._buckets.clear()  # left over from a failed backward pass
+            self.begin_pass()
         if buffer.is_sparse:
             self._say(
                 "lightning_topk: sparse gradients are exchanged as dense ones, and the saving is relative to an "
@@ -71,9 +71,9 @@ class TopKState(HookState):
         if self._used is not None:
             used = torch.tensor([parameter in self._used for parameter in parameters])
             self._used.difference_update(parameters)
-        future = self.exchange(parameters, buffer, f"bucket {index}", used, exposed=last)
+        future = self.exchange(parameters, buffer, f"bucket {index}", used)
         if last:
-            self.end_pass(self._buckets)
+            self.end_pass()
         return future
 
     def continue_from(self, other: "TopKState") -> None:

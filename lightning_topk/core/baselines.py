@@ -22,7 +22,7 @@ def single_server(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Excha
     else:
         reply = torch.empty(1, codecs.reply.nbytes, dtype=torch.uint8, device=g.device)
     replies = yield Broadcast(reply[0], "downlink")
-    return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, g, step.scale), up, down)
+    return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, g, step.rescale), up, down)
 
 
 def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
@@ -33,7 +33,7 @@ def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
 
 def all_gathered(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """TopK-SGD without a server: every worker receives every worker's selection."""
-    scale = step.scale
+    scale = step.rescale
     payload, up = end.uplink.send(g, codecs.uplink, step)
     received = yield AllGather(payload[0], "uplink")
     mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)

@@ -28,6 +28,11 @@ class Codecs(NamedTuple):
     uplink: Codec
     reply: Codec
 
+    @property
+    def whole(self) -> bool:
+        """Whether payloads hold every entry, so that none waits for a later step."""
+        return all(each.k == each.universe for each in self)
+
 
 _codec = lru_cache(maxsize=1024)(Codec)  # asked for every bucket in every step
 
@@ -195,6 +200,12 @@ class Endpoint:
         device = self.sizes.device
         return torch.tensor(owner, dtype=torch.int32, device=device), torch.tensor(table, device=device)
 
+    def spread(self, values: Tensor) -> list[Tensor]:
+        """Repeats a value of each parameter, ``[parameters]``, for the elements of the memory of each link."""
+        count = self.plan.parts.count
+        mine = values.repeat_interleave((self.sizes + count - 1) // count, output_size=self.layout.numel)
+        return [mine] if self.downlink is None else [mine, reference.shard_rows(mine, self.layout)[self.shard]]
+
     def server_memory(self) -> dict[str, Tensor]:
         """The server's memory, scattered into this rank's part of the bucket: ``[parts.numel]`` by name."""
         if self.downlink is None:
@@ -213,6 +224,7 @@ class Outcome:
     finite: Tensor  # scalar bool, the same on every rank: whether all delivered values are finite
     uplink: LinkStats
     downlink: LinkStats | None = None  # None on a rank that is not a server
+    norms: Tensor | None = None  # [2] float32: of this worker's gradient as applied, and of the delivered one
 
 
 Exchange = Generator[Request, Any, Outcome]

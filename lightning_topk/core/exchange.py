@@ -48,7 +48,7 @@ def sharded(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)  # 6
     reply, down = end.downlink.send(mean, codecs.reply, step)  # 7
     replies = yield AllGather(reply[0], "downlink")  # 8
-    finite = deliver(replies, codecs.reply, end.layout, g, step.scale)  # 9
+    finite = deliver(replies, codecs.reply, end.layout, g, step.rescale)  # 9
     return Outcome(finite, up, down)
 
 
@@ -77,7 +77,7 @@ def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchan
     everyones = yield AllGather(replies.view(-1), "downlink", "node")
     rows.zero_()
     with _sent_by(lambda row: row % end.plan.world * parts.count + row // end.plan.world):
-        finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.layout, rows, step.scale)
+        finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.layout, rows, step.rescale)
     ops.join_parts(rows, parts, lambda: end.pieces, out=g)
     return Outcome(finite, up, down)
 

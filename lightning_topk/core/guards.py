@@ -1,11 +1,17 @@
-"""What can happen to a gradient on its way: unused and uncompressed parameters, clipping, NaN.
+"""What can happen to a gradient on its way: unused and uncompressed parameters, clipping, rates, NaN, a failure.
 
 :func:`exchange` handles these around the exchange of a topology (:mod:`lightning_topk.core.exchange`).
+
+A residual holds gradients of many steps, and is delivered in a later one. So that each counts as much as in dense
+training, it holds what dense training would have applied: ``c_t u_t g_t``, with the factor ``c_t`` of the user's
+clipping and the learning rate ``u_t`` of the step, and is delivered divided by the rate of that step. :class:`Applied`
+has both.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +23,22 @@ from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce
 
 
+class Applied(NamedTuple):
+    """How dense training would apply the gradient of a step.
+
+    Attributes:
+        rate: The learning rate over the one in whose unit the residual is.
+        clip: ``[2]`` float32, the user's clipping: a gradient of norm n is divided by ``hypot(clip[0] n, clip[1])``, if
+            that is above 1. None: norms are not measured.
+    """
+
+    rate: float = 1.0
+    clip: Tensor | None = None
+
+
+AS_IS = Applied()
+
+
 def exchange(
     end: Endpoint,
     g: Tensor,
@@ -25,63 +47,98 @@ def exchange(
     scale: Tensor | None = None,
     used: Tensor | None = None,
     measure: Measure = NOTHING,
+    applied: Applied = AS_IS,
 ) -> Exchange:
     """Exchanges one bucket: replaces ``g`` by the mean that all ranks agree on.
 
     If the gradient is not finite on some rank, or overflows in the exchange, every rank sets the first element of each
     exchanged parameter to NaN, so that every optimizer and GradScaler notices.
 
-    ``g`` is ``[numel]``; ``step``, ``scale`` and ``measure`` are those of :class:`.Step`. ``used``, ``[parameters]``
-    bool on the CPU, are the parameters that this rank used; None if none may be unused.
+    If a request fails, what this rank has sent last and nobody delivers returns to its residual.
+
+    ``g`` is ``[numel]``; ``step`` and ``measure`` are those of :class:`.Step`, ``scale`` is the scalar loss scale of
+    ``g``, before and after. ``used``, ``[parameters]`` bool on the CPU, are the parameters that this rank used; None if
+    none may be unused.
     """
-    now = Step(step, scale, measure)
-    if used is None:
-        return (yield from _exchange_checked(end, g, codecs, now))
-    return (yield from _exchange_used(end, g, codecs, now, used))
+    now = Step(step, scale, scale, measure)
+    path = _exchange_used(end, g, codecs, now, applied, used) if used is not None else None
+    path = path or _exchange_checked(end, g, codecs, now, applied)
+    request, reply = None, None
+    try:
+        while True:
+            request = path.send(reply)
+            reply = yield request
+    except StopIteration as ended:
+        return ended.value
+    except BaseException:  # also GeneratorExit, if another exchange has failed
+        path.close()
+        link = end.uplink if request is None or request.direction == "uplink" else end.downlink
+        if link is not None:
+            link.take_back()
+        raise
+    finally:
+        for link in end.links:
+            link.sent = None
 
 
-def _exchange_used(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, used: Tensor) -> Exchange:
+def _exchange_used(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, applied: Applied, used: Tensor) -> Exchange:
     """Exchanges the parameters that at least one rank used.
 
     If no rank used a parameter, DDP keeps its old gradient and discards the hook's result: anything sent for it would
     be lost. The ranks therefore first share one bit per parameter. Workers and servers set aside the gradients and
     residuals of unused parameters.
     """
-    votes = yield AllGather(reference.pack_bits(_to(used, g.device).unsqueeze(0))[0], "uplink")
+    votes = yield AllGather(reference.pack_bits(ops.to_device(used, g.device).unsqueeze(0))[0], "uplink")
     unused = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
     absent = unused.repeat_interleave(end.sizes, output_size=len(g))
     aside = g.masked_fill(~absent, 0)
     g.masked_fill_(absent, 0)
-    count = end.plan.parts.count
-    kept = unused.repeat_interleave((end.sizes + count - 1) // count, output_size=end.layout.numel)
-    masks = [kept] if end.downlink is None else [kept, reference.shard_rows(kept, end.layout)[end.shard]]
     held = []
-    for link, mask in zip(end.links, masks, strict=True):
+    for link, mask in zip(end.links, end.spread(unused), strict=True):
         for memory in link.memory.tensors().values():
             held.append((memory, memory.masked_fill(~mask, 0)))
             memory.masked_fill_(mask, 0)
-    outcome = yield from _exchange_checked(end, g, codecs, step)
-    for memory, unsent in held:
-        memory.add_(unsent)
+    try:
+        outcome = yield from _exchange_checked(end, g, codecs, step, applied)
+    finally:
+        for memory, unsent in held:
+            memory.add_(unsent)
     g.copy_(torch.where(absent, aside, g))
     return outcome
 
 
-def _to(x: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to a device; neither the host nor a GPU's stream waits."""
-    return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
-
-
-def _exchange_checked(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
+def _exchange_checked(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, applied: Applied) -> Exchange:
     """Clips the gradient before the exchange, and marks it with NaN afterwards if it is not finite."""
     if end.plan.clip_norm is not None:
         g.mul_((end.plan.clip_norm / norm(g, step.scale)).clamp(max=1))
+    loss, own = step.scale, None if applied.clip is None else norm(g, step.scale, torch.float32)
+    if "worker" in end.plan.feedback and not codecs.whole:  # something waits in a residual
+        step, own = _as_applied(g, step, applied, own)
     path = _exchange_uncompressed if end.plan.uncompressed else end.plan.topology.exchange
     outcome = yield from path(end, g, codecs, step)
+    if own is not None:
+        outcome = replace(outcome, norms=torch.stack([own, norm(g, loss, torch.float32)]))
     if not ops.on_cpu(g) or not outcome.finite:
         poison = torch.zeros_like(g[:1]).masked_fill_(~outcome.finite, torch.nan)
         g.index_add_(0, end.starts, poison.expand(len(end.starts)))
     return outcome
+
+
+def _as_applied(g: Tensor, step: Step, applied: Applied, own: Tensor | None) -> tuple[Step, Tensor | None]:
+    """The step whose scales make the residual hold what dense training would apply; and the norm after clipping."""
+    rate, clip = applied
+    scale = rescale = None
+    if rate != 1:
+        scale = rescale = torch.full((), 1 / rate, dtype=torch.float32, device=g.device)
+    if own is not None and clip is not None:
+        excess = torch.hypot(own * clip[0], clip[1]).clamp_(min=1)
+        if not ops.on_cpu(g) or excess != 1:  # usually 1: then a CPU saves a pass over the gradient
+            own = own / excess
+            scale = excess if scale is None else scale * excess
+    if step.scale is not None:
+        scale = step.scale if scale is None else scale * step.scale
+        rescale = step.scale if rescale is None else rescale * step.scale
+    return replace(step, scale=scale, rescale=rescale), own
 
 
 def _exchange_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:

@@ -39,7 +39,8 @@ class Step:
     """What an exchange depends on, besides its plan and density."""
 
     number: int = 0  # exchanges of this gradient before this one; the same on every rank
-    scale: Tensor | None = None  # scalar loss scale of gradients, before and after. Residuals and payloads have none
+    scale: Tensor | None = None  # scalar by which gradients are divided before they join the residual; None: 1
+    rescale: Tensor | None = None  # scalar by which what leaves a residual is multiplied to be a gradient; None: 1
     measure: Measure = NOTHING
 
 
@@ -78,6 +79,7 @@ class Link:
     ) -> None:
         self.layout, self.selector, self.memory = layout, selector, memory
         self.delivered, self.sizes = delivered, sizes
+        self.sent: tuple[Tensor, Codec] | None = None  # payloads of an exchange in progress
         self._send: ops.Sender | None = None
         if type(selector) is TopK and type(memory) is Residual:
             self._send = ops.sender(memory.residual, layout, delivered, exact)
@@ -86,7 +88,7 @@ class Link:
         """Compresses ``x`` ``[numel]``, floating, and keeps the rest in the memory; ``x`` becomes zero.
 
         If the vector has a NaN or an infinity, every value in the payloads is NaN, so that every receiver notices, and
-        the memory is unchanged. The vector contains the step's loss scale, unless ``delivered`` is set.
+        the memory is unchanged. The vector is divided by the step's scale, unless ``delivered`` is set.
 
         Returns:
             The payloads ``[shards, P]`` uint8, and their statistics.
@@ -94,15 +96,16 @@ class Link:
         memory, measure, delivered, sizes = self.memory, step.measure, self.delivered, self.sizes
         form = codec.format(delivered)
         scale = step.scale if delivered is None else None  # of the input
-        # A server's receivers multiply by the scale, and round the product if their dtype is narrower. If it is not
-        # rounded, but overflows, they notice.
-        rescale = step.scale if delivered is not None and delivered.itemsize < memory.dtype.itemsize else None
+        # A server's receivers multiply by the other scale, and round the product if their dtype is narrower. If it is
+        # not rounded, but overflows, they notice.
+        rescale = step.rescale if delivered is not None and delivered.itemsize < memory.dtype.itemsize else None
         if scale is not None and ops.on_cpu(x):
             x, scale = _unscaled(x, memory.dtype, scale), None
         if self._send is not None and form.bits and measure == NOTHING:
             e = memory.residual  # type: ignore[attr-defined]
             sent = self._send(e, x, self.layout, form, delivered, scale, rescale)
             if sent is not None:
+                self.sent = sent, codec
                 return sent, LinkStats()
         if scale is not None:
             x = _unscaled(x, memory.dtype, scale)
@@ -125,11 +128,20 @@ class Link:
                 count = torch.stack([changed.count_nonzero() for changed in (a != rest).split(sizes)]).double()
                 per_layer = torch.stack([_energies(a.split(sizes)), _energies(rest.split(sizes)), count])
         memory.keep(flat, arrives)
+        self.sent = payloads, codec
         return payloads, LinkStats(selected, error, per_layer)
+
+    def take_back(self) -> None:
+        """Returns to the memory what was sent and did not arrive, to the receivers' rounding."""
+        if self.sent is not None:
+            payloads, codec = self.sent
+            index, value = codec.read(payloads, self.memory.dtype)
+            value = reference.zero_unless_(value, reference.is_finite(value))
+            self.memory.keep(reference.flat_index(index, self.layout).view(-1), -value.view(-1))
 
 
 def _unscaled(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """Removes a loss scale in ``dtype``, by multiplication as a GradScaler does.
+    """Removes a scale in ``dtype``, by multiplication as a GradScaler does.
 
     In place, or in a copy, which zeroes ``x``, since 16 bits may underflow.
     """
@@ -140,9 +152,9 @@ def _unscaled(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
     return wide
 
 
-def norm(g: Tensor, scale: Tensor | None) -> Tensor:
-    """Norm of a gradient without the loss scale that it contains, a scalar float64."""
-    length: Tensor = torch.linalg.vector_norm(g, dtype=torch.float64)
+def norm(g: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Norm of a gradient without the loss scale that it contains, a scalar of ``dtype``."""
+    length: Tensor = torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, dtype)).to(dtype)
     return length if scale is None else length / scale
 
 
@@ -181,7 +193,7 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor, scale: 
         codec: Codec of the payloads.
         layout: How a part is split among the servers.
         out: ``[numel]`` or ``[parts, numel]`` zeros, such as a bucket that was sent.
-        scale: Scalar loss scale that ``out`` is to contain.
+        scale: Scalar by which the values are multiplied; None: 1.
 
     Returns:
         Scalar bool: whether all delivered values are finite.

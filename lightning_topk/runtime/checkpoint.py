@@ -7,10 +7,12 @@ The entry consists of numbers, strings, lists, dicts and CPU tensors, so ``torch
     world_size   of the run that wrote it
     steps        number of exchanged steps, for schedules and random selectors
     parameters   {name: {"residual": tensor, ...}}
+    units        {name: [class of the optimizer, learning rate]}
 
 A residual is the gradient not yet delivered: the mean of the workers' residuals plus the servers' residuals, 1 x the
-model at any world size. Every worker resumes with it. Elements are in the order of their indices
-(:data:`.residuals.Form`).
+model at any world size. Every worker resumes with it. At the learning rate of its unit it is a gradient: a run
+that resumes at another rate delivers it times their quotient (:mod:`.applied`). Elements are in the order of their
+indices (:data:`.residuals.Form`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
+from lightning_topk.runtime.applied import Unit
 from lightning_topk.runtime.residuals import Residuals, by_index, by_memory, form_of
 
 KEY = "lightning_topk"
@@ -45,6 +48,7 @@ _NOT_HERE = {
 
 def collect(
     residuals: Residuals,
+    units: Mapping[Tensor, Unit],
     steps: int,
     names: Mapping[Tensor, str],
     config: TopKConfig,
@@ -56,6 +60,7 @@ def collect(
     A collective: every rank must call it at the same point, between two backward passes.
     """
     entry = {**EMPTY, "world_size": dist.get_world_size(group), "steps": steps, "parameters": {}}
+    entry["units"] = {names[parameter]: [*unit] for parameter, unit in units.items() if parameter in names}
     exchanged = [parameter for parameter in names if parameter in residuals]
     sum_to_root = partial(dist.reduce, group=group, group_dst=0)
     on_root = dist.get_rank(group) == 0
@@ -127,7 +132,8 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
             parameters[name]: {kind: by_memory(part, form_of(parameters[name])).clone() for kind, part in kept.items()}
             for name, kept in entry["parameters"].items()
         }
-    residuals.restore(memories)
+        units = {parameters[name]: Unit(*unit) for name, unit in entry.get("units", {}).items() if name in parameters}
+    residuals.restore(memories, units)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class ThreadLane:
 
     def __init__(self, groups: Groups) -> None:
         sets = [groups] if groups.second_groups is None else [groups, groups.second_groups]
-        self.groups, self._max_in_flight = cycle(sets), len(sets)
+        self._groups, self._max_in_flight = cycle(sets), len(sets)
         self.error: Exception | None = None  # the first of any job
         self._jobs: queue.SimpleQueue[Iterator[bool]] = queue.SimpleQueue()
         self._abandoned: list[dist.Work] = []  # collectives of jobs in progress when another one failed
@@ -59,7 +59,7 @@ class ThreadLane:
         """Queues a job; returns a future of its result, or of the first error of any job."""
         done: Future = torch.futures.Future()
         with self._lock:
-            self._jobs.put(self._fulfil(job, done))
+            self._jobs.put(self._fulfil(job, next(self._groups), done))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
                 self._thread.stop = self.close  # type: ignore[attr-defined]  # Lightning's tests call it
@@ -88,9 +88,9 @@ class ThreadLane:
             if in_progress and not next(in_progress[0], False):
                 in_progress.popleft()
 
-    def _fulfil(self, job: Job, promised: Future) -> Iterator[bool]:
+    def _fulfil(self, job: Job, groups: Groups, promised: Future) -> Iterator[bool]:
         """Runs a job, yields True whenever it waits, and completes its future."""
-        collective, steps = None, job.run(background=self._max_in_flight > 1)
+        collective, steps = None, job.run(groups, self._max_in_flight > 1)
         try:
             while True:
                 if self.error is not None:
@@ -105,6 +105,8 @@ class ThreadLane:
         except Exception as error:
             self.error = error
             promised.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
+        finally:
+            steps.close()  # of an exchange that does not go on: what it has sent returns to the residuals
 
     def close(self) -> bool:
         """Ends the lane; returns whether all jobs ended within ``PATIENCE`` seconds, with no collective in progress."""
@@ -140,7 +142,7 @@ class StreamLane:
     """
 
     def __init__(self, device: torch.device, groups: Groups) -> None:
-        self.groups, self._device = cycle([groups]), device
+        self._groups, self._device = groups, device
         self.error: Exception | None = None  # the first of any job
         # Before backward's kernels: other ranks wait for its bytes.
         self.stream = torch.cuda.Stream(device, priority=-1)
@@ -153,7 +155,7 @@ class StreamLane:
             if self.error is not None:
                 raise self.error  # another rank may be waiting in the exchange that failed here
             try:
-                next(job.run())  # never yields
+                next(job.run(self._groups))  # never yields
             except StopIteration as end:
                 done.set_result(end.value)
             except Exception as error:

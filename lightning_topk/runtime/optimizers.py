@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import TopKConfig
+from lightning_topk.runtime.applied import Clipping, Rates, rate_of
 from lightning_topk.runtime.groups import check_agreement, gathered
 from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, parameters_of, unwrapped
@@ -55,11 +56,17 @@ class Optimizers:
         parameters_of: Callable[[Collection[Tensor]], Collection[Tensor]],
         telemetry: Telemetry,
         say: WarnOnce,
+        clipping: Clipping,
     ) -> None:
         self._getter, self._config, self._buckets, self._parameters_of = now, config, buckets, parameters_of
-        self._say = say
+        self._say, self._telemetry = say, telemetry
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.watch = Watch(config, say, telemetry, now is not None, self._scaler is not None)
+        self.watch = Watch(config, say, telemetry, now is not None, self._scaler is not None, self._after_step)
+        self._clipping = clipping if now is not None and config.compresses and config.error_feedback else None
+        self.rates: Rates | None = None
+        """The learning rates of this pass; None if no optimizer is known."""
+        self._first_group: dict[int, int] = {}  # by id of an optimizer, the number of its first group in `rates`
+        self._same = True  # whether the ranks' optimizers have the same parameters
         self.adapted: Collection[Tensor] = ()
         """Parameters that the last pass compressed."""
         self._count = 0  # parameters that the watched optimizers update
@@ -85,7 +92,7 @@ class Optimizers:
 
         A step that is adapted on one rank only would move the ranks' weights apart.
         """
-        if self._config.adapts_momentum or self._config.momentum:
+        if self._config.compresses:
             now, names = self._now() if exist else [], self._names()
             kinds = [type(each).__name__ for each in now] or ("missing" if exist else "a function")
             check_agreement({"optimizer=": kinds}, "Pass the same optimizer= on every rank.", group)
@@ -95,7 +102,7 @@ class Optimizers:
             if sum(map(len, rows)) > len(every):  # ZeroRedundancyOptimizer's inner optimizers share the parameters
                 steps = {f"the optimizer of {name!r}": kind for name, kind in mine.items()}
                 check_agreement(steps, "Pass the same optimizer= on every rank.", group)
-            self._elsewhere = every - mine.keys()
+            self._elsewhere, self._same = every - mine.keys(), all({*row} == every for row in rows)
         if exist:
             self.sync()
 
@@ -103,6 +110,45 @@ class Optimizers:
         """Begins a backward pass that is exchanged."""
         self.sync()
         self.watch.begin_pass()
+        if self.rates is not None:
+            now = tuple(rate_of(group) for each in self._now() for group in each.param_groups)
+            if len(now) != len(self.rates.now):
+                self._find_groups(self._now())
+            else:
+                self.rates = self.rates._replace(now=now)
+        if self._clipping is not None:
+            self._clipping.begin_pass()
+
+    def clip_of(self, bucket: Bucket, device: torch.device) -> Tensor | None:
+        """The user's clipping, see :class:`lightning_topk.core.guards.Applied`; None if no optimizer is known."""
+        return None if self._clipping is None else self._clipping.of(bucket, device)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """Notes the rates of a step, and how its gradients were clipped."""
+        first = self._first_group.get(id(optimizer))
+        if self.rates is not None and first is not None:
+            last = [*self.rates.last]
+            for number, group in enumerate(optimizer.param_groups[: len(last) - first], first):
+                last[number] = rate_of(group) or last[number]
+            self.rates = self.rates._replace(last=tuple(last))
+        if self._clipping is not None:
+            self._telemetry.collect()
+            self._clipping.after_step(optimizer, self._parameters_of)
+
+    def _find_groups(self, optimizers: Sequence[Optimizer]) -> None:
+        """Finds the parameter group of each member of the buckets."""
+        names, numbers, count = self._buckets.names, dict[Tensor, int](), 0
+        self._first_group.clear()
+        for each in optimizers:
+            self._first_group[id(each)] = first = count
+            count += len(each.param_groups)
+            for number, group in enumerate(each.param_groups, first):
+                numbers |= dict.fromkeys(group["params"], number)
+        members = zip(names, self._parameters_of(names), strict=True)
+        known = {member: numbers[p] for member, p in members if p in numbers}
+        kinds = tuple(type(each).__name__ for each in optimizers for _ in each.param_groups)
+        rates = tuple(rate_of(group) for each in optimizers for group in each.param_groups)
+        self.rates = Rates(known, kinds, rates, (0.0,) * len(rates)) if known and self._same else None
 
     def sync(self) -> None:
         """Checks the optimizers; adapts momentum, and watches the steps, of new ones. Before every backward pass."""
@@ -120,6 +166,7 @@ class Optimizers:
             self._say(*warnings)
         self.watch.start(now)
         self._count = count
+        self._find_groups(now)
         if now and self._config.compresses:
             self._warn_of_idle({p for each in now for p in parameters_of(each)}, compressed)
 

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_topk.core import ops
 from lightning_topk.core.endpoint import BucketPlan, Endpoint
 from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.ops import reference
+from lightning_topk.runtime.applied import UNKNOWN, Rates, Unit
 
 Form = tuple[tuple[int, ...], tuple[int, ...]]
 """A parameter's shape, and its dimensions in the order in which DDP flattens its gradient.
@@ -63,16 +65,26 @@ class _Kept:
             of it. They are views of an endpoint's memory, while the parameter has an endpoint.
         count: Slices of the parameter among the ranks of a node; this rank holds slice ``rank % count``.
         loaded: Whether every rank has the memories in full, from a checkpoint.
+        unit: Their unit; unknown before the step that follows the first exchange.
     """
 
     form: Form
     parts: dict[str, Tensor] = field(default_factory=dict)
     count: int = 1
     loaded: bool = False
+    unit: Unit = UNKNOWN
 
     def is_zero(self) -> bool:
         """Whether nothing is left to deliver. Waits for the device."""
         return not any(part.any() for part in self.parts.values())
+
+    def change_unit(self, unit: Unit, last: Unit) -> None:
+        """Changes the unit of the memories; ``last`` is that of the last step, theirs if it is unknown."""
+        if self.parts:
+            factor = (self.unit if self.unit.rate else last).over(unit)
+            if factor not in (0, 1):
+                self.parts = {name: part * factor for name, part in self.parts.items()}
+            self.unit = unit
 
     def spread(self, part: Tensor, numel: int, rank: int, times: int = 1) -> Tensor:
         """Places this rank's slice, times a factor, in a tensor ``[numel]`` that is zero elsewhere."""
@@ -99,15 +111,39 @@ class Residuals:
 
     # -------------------------------------------------------------------------------- endpoints
 
-    def endpoint(self, parameters: tuple[Tensor, ...], plan: BucketPlan) -> Endpoint:
+    def endpoint(self, parameters: tuple[Tensor, ...], plan: BucketPlan, rates: Rates | None = None) -> Endpoint:
         """Returns the endpoint for the next exchange of a bucket, with the memories of its parameters."""
         end = self._live.get(parameters)
         if end is None or end.plan is not plan:
             self.drop_endpoints(set(parameters))
             end = plan.endpoint(self.rank, parameters[0].dtype, parameters[0].device)
-            self._fill(end, parameters)
+            self._fill(end, parameters, rates)
             self._live[parameters] = end
         return end
+
+    def rate(self, parameters: tuple[Tensor, ...], rates: Rates) -> float:
+        """The learning rate of a pass over that in whose unit the memories of a bucket are.
+
+        If the rates of its parameter groups have changed by different factors, the memories of some change their unit.
+        """
+        end = self._live[parameters]
+        ratios, largest = [], max(range(len(parameters)), key=end.plan.parts.sizes.__getitem__)
+        for p in parameters:
+            kept = self._kept[p]
+            if not kept.unit.rate:
+                kept.unit = rates.in_last_step(p)
+            ratios.append(rates.of(p).over(kept.unit))
+        main = ratios[largest] or 1.0
+        factors = [main / ratio if ratio else 1.0 for ratio in ratios]
+        if any(abs(factor - 1) > 1e-6 for factor in factors):
+            spread = end.spread(ops.to_device(torch.tensor(factors), end.sizes.device))
+            for link, each in zip(end.links, spread, strict=True):
+                for memory in link.memory.tensors().values():
+                    memory.mul_(each)
+            for p, factor in zip(parameters, factors, strict=True):
+                kept = self._kept[p]
+                kept.unit = kept.unit._replace(rate=kept.unit.rate / factor)
+        return main
 
     def drop_endpoints(self, parameters: set[Tensor]) -> None:
         """Drops the endpoints that hold any of these parameters; their next exchange creates new ones."""
@@ -120,7 +156,7 @@ class Residuals:
             for name, served in end.server_memory().items():  # the parameters have views of the worker's memory
                 end.uplink.memory.tensors()[name] += served * end.plan.world
 
-    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
+    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...], rates: Rates | None) -> None:
         """Moves the memories of the parameters into their new endpoint; drops those that it does not keep."""
         self._forget_changed(parameters)
         several = [self._kept.setdefault(p, _Kept(form_of(p))) for p in parameters]
@@ -129,6 +165,8 @@ class Residuals:
             if not mine:
                 self._drop(kept, "this run keeps none")
             self._cut(p, kept, end.plan.parts.count)
+            if rates is not None:
+                kept.change_unit(rates.of(p), rates.in_last_step(p))
         for name, flat in mine.items():
             flat.copy_(_joined([kept.parts.get(name) for kept in several], slices, flat))
         views = {name: flat.split(list(slices)) for name, flat in mine.items()}
@@ -172,10 +210,25 @@ class Residuals:
         for parameter in gone:
             del self._kept[parameter]
 
-    def restore(self, memories: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Replaces all memories by a checkpoint's ``[numel]``: the mean over the workers, on every rank."""
+    def restore(
+        self, memories: Mapping[Tensor, Mapping[str, Tensor]], units: Mapping[Tensor, Unit] | None = None
+    ) -> None:
+        """Replaces all memories by a checkpoint's ``[numel]``: the mean over the workers, on every rank.
+
+        ``units`` are theirs, where they are known.
+        """
         self._live.clear()
-        self._kept = {p: _Kept(form_of(p), dict(parts), loaded=True) for p, parts in memories.items()}
+        self._kept = {
+            p: _Kept(form_of(p), dict(parts), loaded=True, unit=(units or {}).get(p, UNKNOWN))
+            for p, parts in memories.items()
+        }
+
+    def units(self, rates: Rates | None) -> dict[Tensor, Unit]:
+        """The units of the memories, where they are known: also of those exchanged once, in the last step."""
+        for p, kept in self._kept.items():
+            if not kept.unit.rate and rates is not None:
+                kept.unit = rates.in_last_step(p)
+        return {p: kept.unit for p, kept in self._kept.items() if kept.unit.rate}
 
     def _forget_changed(self, parameters: Iterable[Tensor]) -> None:
         """Forgets parameters whose size or memory format changed; none of them may have an endpoint."""

@@ -19,12 +19,14 @@ from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint, messages
+from lightning_topk.runtime.applied import Clipping
 from lightning_topk.runtime.groups import Groups, connect
 from lightning_topk.runtime.jobs import Job
 from lightning_topk.runtime.lanes import Future, StreamLane, ThreadLane
 from lightning_topk.runtime.optimizers import Optimizers
+from lightning_topk.runtime.passes import Pass, mark
 from lightning_topk.runtime.residuals import Residuals
-from lightning_topk.runtime.telemetry import Report, Telemetry, mark
+from lightning_topk.runtime.telemetry import Report, Telemetry
 from lightning_topk.schedule import Schedule
 from lightning_topk.volume import Volume
 
@@ -68,12 +70,14 @@ class HookState:
         self.buckets = Buckets(self.config, self.world, groups.local)
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
-        self.telemetry = telemetry = Telemetry(self.buckets, self.shards_per_node)
+        clipping = self.clipping()
+        self.telemetry = telemetry = Telemetry(self.buckets, self.shards_per_node, clipping)
         self.optimizers = Optimizers(
-            optimizers, scaler, self.config, self.buckets, self.parameters_of, telemetry, self._say
+            optimizers, scaler, self.config, self.buckets, self.parameters_of, telemetry, self._say, clipping
         )
         self._lane: StreamLane | ThreadLane | None = None
-        self._buckets: list[Bucket] = []  # exchanged so far in this backward pass
+        self.current: Pass | None = None
+        """The backward pass in progress."""
         self._unchanged = 0  # passes with the same buckets as the pass before
         self._closed_on: torch.device | None = None
         self._collect()
@@ -105,53 +109,66 @@ class HookState:
             )
         return self.groups
 
-    def exchange(
-        self, bucket: Bucket, gradient: Tensor, name: str, used: Tensor | None = None, exposed: bool = False
-    ) -> Future:
-        """Queues the exchange of a bucket's gradient; the first one of a backward pass begins the pass.
+    def begin_pass(self, waits: bool = False) -> None:
+        """Begins a backward pass, before its first gradient; one that has begun and did not end is dropped.
+
+        Backward ``waits`` for each exchange, or hides it.
+        """
+        self._collect()
+        self.optimizers.begin_pass()
+        telemetry, optimizers = self.telemetry, self.optimizers
+        self.current = Pass(
+            self.steps,
+            self._epoch(),
+            self.residuals,
+            optimizers.scale,
+            optimizers.rates,
+            Measure(telemetry.measure, telemetry.measure and telemetry.measure_layers),
+            telemetry.timing,
+            waits,
+        )
+
+    def exchange(self, bucket: Bucket, gradient: Tensor, name: str, used: Tensor | None = None) -> Future:
+        """Queues the exchange of a bucket's gradient in this pass.
 
         ``gradient`` ``[numel]`` is overwritten with the mean of all ranks, the future's result. ``used``
-        ``[parameters]`` bool says which parameters this rank used; None if all. Backward hides nothing of an
-        ``exposed`` exchange from now on. Error messages have the ``name``.
+        ``[parameters]`` bool says which parameters this rank used; None if all. Errors have the ``name``.
         """
-        lane = self.lane(gradient.device)
-        if not self._buckets:
-            self._collect()
-            self.optimizers.begin_pass()
-        self._buckets.append(bucket)
-        telemetry = self.telemetry
-        job = Job(
-            gradient,
-            bucket,
-            self.buckets.plan_of(bucket),
-            name,
-            used,
-            step=self.steps,
-            epoch=self._epoch(),
-            scale=self.optimizers.scale,
-            measure=Measure(telemetry.measure, telemetry.measure and telemetry.measure_layers),
-            residuals=self.residuals,
-            groups=next(lane.groups),
-            results=telemetry.results,
-            timings=telemetry.timings if telemetry.timing else None,
-            ready=mark(gradient.device) if telemetry.timing and exposed else None,
-        )
-        return lane.submit(job)
+        lane, now = self.lane(gradient.device), self.current
+        if now is None:
+            raise RuntimeError("exchange was called outside a pass: call begin_pass before its first gradient.")
+        now.buckets.append(bucket)
+        clip = self.optimizers.clip_of(bucket, gradient.device)
+        if clip is not None and lane.stream is not None:
+            clip.record_stream(lane.stream)
+        return lane.submit(Job(gradient, bucket, self.buckets.plan_of(bucket), name, used, clip, now))
 
     def parameters_of(self, members: Collection[Tensor]) -> Collection[Tensor]:
         """The parameters of members of buckets, as optimizers hold them, in order: here the members themselves."""
         return members
 
-    def end_pass(self, buckets: Sequence[Bucket]) -> None:
-        """Ends a backward pass whose last gradients were submitted; ``buckets`` are all that it exchanges."""
+    def end_pass(self, ready: Any = None) -> None:
+        """Ends the backward pass, whose last gradient was submitted.
+
+        ``ready`` marks when it was ready, if it is timed and that is not now.
+        """
+        now, self.current = self.current, None
+        assert now is not None
+        buckets = now.buckets
+        now.ended, now.ready = True, ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
+        self.telemetry.end_pass(now)
         same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in self.last_buckets]
         self._unchanged = self._unchanged + 1 if same else 0
-        self.optimizers.end_pass(buckets, self.steps, self._epoch())
+        self.optimizers.end_pass(buckets, now.step, now.epoch)
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if not (same and self.buckets.settled):
             self.buckets.settle(buckets)
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
             self._say(*messages.saving_warnings(self.buckets, buckets, self.predicted()))
+
+    def clipping(self) -> Clipping:
+        """What shows the user's clipping of gradients, from which this rank delivers all entries or a shard."""
+        return Clipping()
 
     def _collect(self) -> None:
         self.telemetry.collect()
@@ -185,7 +202,8 @@ class HookState:
             On rank 0, the entry that :mod:`lightning_topk.runtime.checkpoint` describes; elsewhere no tensors.
         """
         group = self._parent if self.groups is None else self.groups.all
-        return checkpoint.collect(self.residuals, self.steps, self.names, self.config, self._device(), group)
+        units = self.residuals.units(self.optimizers.rates)
+        return checkpoint.collect(self.residuals, units, self.steps, self.names, self.config, self._device(), group)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Loads the residuals of a checkpoint, of any world size. Every rank must call it.
@@ -210,6 +228,7 @@ class HookState:
         self._closed_on = self._device() if self.names else None
         idle = self._lane is None or self._lane.close()
         self._collect()
+        self.residuals.units(self.optimizers.rates)  # another state may continue with other optimizers
         self.optimizers.close()
         if self.groups is not None:
             self.groups.destroy(idle, failed=self._lane is not None and self._lane.error is not None)

@@ -1,55 +1,22 @@
-"""Turns results into reports of one rank's exchanges: bytes, times and compression errors.
+"""Turns the results of whole passes into reports of one rank's exchanges: bytes, times and compression errors.
 
-Only the thread that runs backward uses reports, between two passes.
+A pass is folded once, when all its exchanges have ended. Until then, also in the middle of a backward pass and from any
+thread, reports and counts are those of the passes before.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
+import threading
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_topk.bucket import Bucket, Buckets
-from lightning_topk.core.endpoint import BucketPlan, Outcome
+from lightning_topk.bucket import Buckets
+from lightning_topk.runtime.applied import Clipping
+from lightning_topk.runtime.passes import Mark, Pass, Result, Timing, seconds
 from lightning_topk.volume import Volume
-
-Mark = Any
-"""A point in time: seconds of the host's clock, or an event in a CUDA stream."""
-Timing = tuple[Mark, Mark | None, Mark]
-"""Marks of when an exchange began, of when the last gradient was ready (None if backward hides all), and of its end."""
-
-
-def mark(device: torch.device) -> Mark:
-    """Marks a point in the caller's work on a device; on a GPU in the current stream."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def seconds(start: Mark, end: Mark) -> float:
-    """Seconds between two marks. Waits for the device."""
-    if isinstance(start, float):
-        return float(end - start)
-    for each in (start, end):  # the streams may differ, and neither waits for the other
-        each.synchronize()
-    return float(start.elapsed_time(end)) / 1000
-
-
-class Result(NamedTuple):
-    """The result of a job: among others the entries ``k`` that fit into this worker's payloads."""
-
-    bucket: Bucket
-    plan: BucketPlan
-    outcome: Outcome
-    sent: Volume
-    k: int
 
 
 @dataclass
@@ -66,7 +33,8 @@ class Report:
         exchanges: Number of exchanged gradients.
         nbytes: Total bytes of these gradients.
         largest: Bytes of the largest one.
-        timings: Of each exchange, in order, if they were timed.
+        timings: Of each pass that was timed: of its exchanges, in order, and the mark from which on backward hid
+            nothing of them (None if it waited for each).
         layers: By parameter, ``[3]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent; empty unless measured.
     """
 
@@ -78,7 +46,7 @@ class Report:
     exchanges: int = 0
     nbytes: int = 0
     largest: int = 0
-    timings: list[Timing] = field(default_factory=list)
+    timings: list[tuple[list[Timing], Mark | None]] = field(default_factory=list)
     layers: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -88,34 +56,48 @@ class Report:
         Zero unless timed. Waits for the device until these exchanges have ended.
         """
         total = exposed = 0.0
-        before: Mark | None = None
-        for begun, ready, ended in self.timings:
-            took = seconds(begun, ended)
-            total += took if before is None else min(took, seconds(before, ended))  # two may share time: count it once
-            exposed += 0.0 if ready is None else max(0.0, seconds(ready, ended))
-            before = ended
-        return total, min(exposed, total)
+        for exchanges, ready in self.timings:
+            before: Mark | None = None
+            for begun, ended in exchanges:
+                took = seconds(begun, ended)
+                took = took if before is None else min(took, seconds(before, ended))  # two may share time: once
+                total += took
+                exposed += took if ready is None else min(took, max(0.0, seconds(ready, ended)))
+                before = ended
+        return total, exposed
 
 
 class Telemetry:
     """Bytes, times and compression errors of one rank's exchanges."""
 
-    def __init__(self, buckets: Buckets, shards_per_node: int) -> None:
-        self._buckets, self._shards_per_node = buckets, shards_per_node
-        self.results: deque[Result] = deque()
-        self.timings: deque[Timing] = deque()
-        """Results of exchanges, from the lane, and when they took place, in order, if they are timed."""
+    def __init__(self, buckets: Buckets, shards_per_node: int, clipping: Clipping) -> None:
+        self._buckets, self._shards_per_node, self._clipping = buckets, shards_per_node, clipping
         self.measure = self.measure_layers = self.timing = False
         """Whether exchanges measure their compression error, the error of each parameter, and their time."""
+        self._lock = threading.Lock()
+        self._ended: Pass | None = None  # the last pass, until it is folded
         self._report = Report()
         self._measured: list[Result] = []
         self._nonfinite_steps: Tensor | int = 0
         self._nonfinite_reported: Tensor | int = 0
 
+    def end_pass(self, ended: Pass) -> None:
+        """Keeps a pass until all its exchanges have ended."""
+        with self._lock:
+            self._ended = ended
+
     def collect(self) -> None:
-        """Adds the results of finished exchanges. Values stay on the device, so the host does not wait."""
-        report, results = self._report, [self.results.popleft() for _ in range(len(self.results))]
-        for result in results:
+        """Folds the last pass, if all its exchanges have ended. Values stay on the device: the host does not wait."""
+        with self._lock:
+            if self._ended is not None and self._ended.whole:
+                ended, self._ended = self._ended, None
+                self._fold(ended)
+
+    def _fold(self, ended: Pass) -> None:
+        report = self._report
+        results = [result for result in ended.results if result.outcome is not None]
+        outcomes = [result.outcome for result in results if result.outcome is not None]
+        for result, outcome in zip(results, outcomes, strict=True):
             nbytes = result.plan.numel * result.plan.itemsize
             report.bytes += result.sent.of_shards(self._shards_per_node)
             report.elements += result.plan.layout.numel
@@ -123,10 +105,16 @@ class Telemetry:
             report.exchanges += 1
             report.nbytes += nbytes
             report.largest = max(report.largest, nbytes)
-            if result.outcome.uplink.error is not None:
+            if outcome.uplink.error is not None:
                 self._measured.append(result)
+        if ended.timed:
+            timed = [result.times for result in results if result.times is not None]
+            report.timings.append((timed, None if ended.waits else ended.ready))
         if results:
-            failed = torch.stack([~result.outcome.finite for result in results]).any()
+            norms = [each.norms for each in outcomes if each.norms is not None]
+            if norms:  # then all have them
+                self._clipping.fold([result.bucket for result in results], norms)
+            failed = torch.stack([~outcome.finite for outcome in outcomes]).any()
             before = self._nonfinite_steps
             if isinstance(before, Tensor) and before.is_cuda:  # possibly created on another stream, and freed here
                 before.record_stream(torch.cuda.current_stream(before.device))
@@ -148,8 +136,8 @@ class Telemetry:
         """Returns the report since the last call: a :class:`.CompressionMonitor` takes it at every step."""
         self.collect()
         report, self._report = self._report, Report()
-        report.timings = [self.timings.popleft() for _ in range(len(self.timings))]
         for bucket, plan, outcome, *_ in self._measured:
+            assert outcome is not None
             up = outcome.uplink
             for side, stats in enumerate((up, outcome.downlink)):
                 if stats is not None and stats.error is not None:
@@ -169,7 +157,6 @@ class Telemetry:
         self.collect()
         self._report = Report()
         self._measured.clear()
-        self.timings.clear()
         self._nonfinite_steps = self._nonfinite_reported
 
     def continue_from(self, other: Telemetry) -> None:

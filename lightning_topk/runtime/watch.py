@@ -19,7 +19,7 @@ The gradient of one parameter of each optimizer (:class:`_Watched`) shows the la
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 from weakref import ref
 
@@ -36,10 +36,21 @@ from lightning_topk.runtime.telemetry import Telemetry
 
 
 class Watch:
-    """Watches the steps of the user's optimizers: whether the user passed any, and a GradScaler (``scaled``)."""
+    """Watches the steps of the user's optimizers: whether the user passed any, and a GradScaler (``scaled``).
 
-    def __init__(self, config: TopKConfig, say: WarnOnce, telemetry: Telemetry, passed: bool, scaled: bool) -> None:
-        self._config, self._say, self._telemetry, self._scaled = config, say, telemetry, scaled
+    Calls ``stepped`` after the step of an optimizer that it watches.
+    """
+
+    def __init__(
+        self,
+        config: TopKConfig,
+        say: WarnOnce,
+        telemetry: Telemetry,
+        passed: bool,
+        scaled: bool,
+        stepped: Callable[[Optimizer], None],
+    ) -> None:
+        self._config, self._say, self._telemetry, self._scaled, self._stepped = config, say, telemetry, scaled, stepped
         self.compressed: Collection[Tensor] = ()
         """Parameters that may be compressed."""
         self.exchanged = False
@@ -94,6 +105,7 @@ class Watch:
         known = next((each for each in self.watched if each.optimizer() is optimizer), None)
         if known is not None:
             known.steps, known.state = known.steps + 1, "nothing"
+            self._stepped(optimizer)
             if known.steps == 1:
                 self.check_scaler()
         if self.exchanged:

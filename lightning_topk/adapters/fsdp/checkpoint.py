@@ -24,12 +24,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup
 from lightning_topk.config import TopKConfig
+from lightning_topk.runtime.applied import Unit
 from lightning_topk.runtime.checkpoint import EMPTY, undelivered, unusable_if_it_fails
 from lightning_topk.runtime.residuals import Residuals
 
 
 def collect(
-    residuals: Residuals, steps: int, groups: Sequence[ParamGroup], config: TopKConfig, replicas: dist.ProcessGroup
+    residuals: Residuals,
+    units: Mapping[Tensor, Unit],
+    steps: int,
+    groups: Sequence[ParamGroup],
+    config: TopKConfig,
+    replicas: dist.ProcessGroup,
 ) -> dict[str, Any]:
     """Creates the entry of sharded residuals, on the CPU. A collective, between two backward passes."""
     group_of = {member: group for group in groups for member in group.trained}
@@ -38,7 +44,9 @@ def collect(
     for kind, member, total in undelivered(residuals, group_of, config, groups[0].device, replicas, sum_):
         group, total = group_of[member], total / group_of[member].later_divided_by(member)
         found.setdefault(kind, {})[group.names[member]] = _like_parameter(total, group.sharded(member))
-    return {**found, "about": json.dumps({**EMPTY, "world_size": dist.get_world_size(replicas), "steps": steps})}
+    about = {**EMPTY, "world_size": dist.get_world_size(replicas), "steps": steps}
+    about["units"] = {group_of[member].names[member]: unit for member, unit in units.items() if member in group_of}
+    return {**found, "about": json.dumps(about)}
 
 
 def _like_parameter(flat: Tensor, parameter: DTensor) -> DTensor:

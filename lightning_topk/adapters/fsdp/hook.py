@@ -37,10 +37,11 @@ from lightning_topk.adapters.fsdp import checkpoint as sharded_checkpoint
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup, param_groups_of, watch_backward
 from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import TopKConfig
+from lightning_topk.runtime.applied import Clipping
 from lightning_topk.runtime.groups import check_agreement, device_of
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
+from lightning_topk.runtime.passes import mark
 from lightning_topk.runtime.state import HookState
-from lightning_topk.runtime.telemetry import mark
 
 
 class ShardState(HookState):
@@ -55,7 +56,7 @@ class ShardState(HookState):
     ) -> None:
         self.shards_per_node = dist.get_world_size() // dist.get_world_size(replicas)
         super().__init__(process_group=replicas, local_world_size=1, **arguments)
-        self._param_groups, self._replicas = groups, replicas
+        self._param_groups, self._replicas, self._shards = groups, replicas, groups[0].shards
         self._group_of = {member: group for group in groups for member in group.proxies}
         self._names = {member: group.names[member] for member, group in self._group_of.items()}
         sharded, named = {*self._names.values()}, all_names_of(model)
@@ -90,10 +91,11 @@ class ShardState(HookState):
         ``g`` ``[elements]`` is the mean over the node, and becomes the mean that all replicas agree on.
         """
         bucket = group.bucket(g)
-        if self._buckets and not set(bucket).isdisjoint(member for earlier in self._buckets for member in earlier):
+        if self.current and not set(bucket).isdisjoint(p for earlier in self.current.buckets for p in earlier):
             self._backward_ended()  # an earlier pass failed
-        if not self._buckets:
+        if self.current is None:
             self._refresh_trained()
+            self.begin_pass(waits=not g.is_cuda)
         self._match_gradient(bucket, g)
         if bucket not in self._agreed:
             self._agree_on(f"that of {group} ({len(bucket)} parameters, {g.numel()} elements, {g.dtype})")
@@ -106,7 +108,7 @@ class ShardState(HookState):
         if self.telemetry.timing and group.stream is not None:
             with torch.cuda.stream(group.stream):
                 self._ready = mark(g.device)
-        self.exchange(bucket, g, f"the gradient of {group}", exposed=not g.is_cuda).wait()
+        self.exchange(bucket, g, f"the gradient of {group}").wait()
 
     def _refresh_trained(self) -> None:
         """Recomputes the density if parameters were frozen or unfrozen."""
@@ -159,18 +161,20 @@ class ShardState(HookState):
             self._backward_ended()
 
     def _backward_ended(self) -> None:
-        if not self._buckets:
+        if self.current is None:
             return
-        buckets, self._buckets = self._buckets, []
-        if set(buckets) != set(self.last_buckets):
+        if set(self.current.buckets) != set(self.last_buckets):
             self._agree_on("none, since the backward pass has ended")
-        lane = self._lane
-        if self.telemetry.timing and lane is not None and lane.stream is not None:
-            # Backward did not hide the work that is still on the hook's stream now.
-            with torch.cuda.stream(lane.stream):
-                now = mark(buckets[0][0].device)
-                self.telemetry.timings.append((now, self._ready, now))
-        self.end_pass(buckets)
+        self.end_pass(self._ready)
+
+    @override
+    def clipping(self) -> Clipping:
+        return Clipping(self.shards_per_node, self._sum_over_shards)
+
+    def _sum_over_shards(self, x: Tensor) -> Tensor:
+        """Adds up a tensor over the ranks that hold the other shards of this replica. A collective."""
+        dist.all_reduce(x, group=self._shards)
+        return x
 
     @override
     def close(self) -> None:
@@ -185,7 +189,10 @@ class ShardState(HookState):
 
         :mod:`lightning_topk.adapters.fsdp.checkpoint` describes the entry.
         """
-        return sharded_checkpoint.collect(self.residuals, self.steps, self._param_groups, self.config, self._replicas)
+        units = self.residuals.units(self.optimizers.rates)
+        return sharded_checkpoint.collect(
+            self.residuals, units, self.steps, self._param_groups, self.config, self._replicas
+        )
 
     def full_state_dict(self) -> dict[str, Any]:
         """Returns residuals for a single file. Every rank must call it between two backward passes.

@@ -46,7 +46,8 @@ class ParamGroup:
                 dtype = policy.reduce_dtype or policy.param_dtype or sharded.dtype
                 known[name] = torch.zeros((), dtype=dtype, device=group.device).expand(size)
             self.proxies[known[name]], self.names[known[name]] = parameter, name
-        self.ranks: list[int] = dist.get_process_group_ranks(group.mesh_info.shard_process_group)  # of its shards
+        self.shards: dist.ProcessGroup = group.mesh_info.shard_process_group
+        self.ranks: list[int] = dist.get_process_group_ranks(self.shards)
         self.device: torch.device = group.device  # on which gradients are reduced
         self.stream: torch.cuda.Stream | None = None  # on a GPU, on which the last gradient was computed
         self._used: set[Any] = set()  # parameters with a gradient that is not reduced yet

@@ -68,6 +68,11 @@ def on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copies a CPU tensor to a device; neither the host nor a GPU's stream waits."""
+    return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
+
+
 def separate(x: Tensor) -> Any:
     """The version whose functions each do one step with ``x``: of selecting, or of coding positions."""
     return (fast(x.device) if on_cpu(x) else None) or reference

@@ -1,0 +1,180 @@
+"""What dense training would apply of a gradient: the user's clipping, and the learning rate of its step.
+
+Dense training clips the mean gradient of each step and applies it at the rate of that step. A residual adds up
+gradients of many steps, and delivers them later. So that each of them counts as much, the residual holds
+``c_t u_t g_t``, and what it delivers is divided by ``u_t`` of that step (:class:`lightning_topk.core.guards.Applied`).
+
+**The rate** ``u_t`` is the optimizer's, relative to the one in whose unit the residual is. Only changes of the rate
+matter, so groups of different rates compete for payloads as before.
+
+**The clipping** ``c_t = min(1, C / n_t)`` depends on C, which the user's code knows, and on the norm ``n_t`` of the
+mean gradient, which no rank knows before the exchange of the first bucket. Both are estimated without communication:
+
+- C shows after each step: if clipping acted, the norm of the gradients is C, whatever it was when they were delivered.
+  Two steps that were clipped by different factors to the same norm are evidence of it.
+- A worker knows the norm of its own gradient. Averaging takes noise out, to a share of it that shows in the past: the
+  energy of delivered gradients is that of the mean gradients, once training has begun. A bucket's norm, times this
+  share, and the usual energy of the other buckets make ``n_t``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_topk.bucket import Bucket
+from lightning_topk.runtime.momentum import local_part
+
+MEMORY = 0.9
+"""Weight of the passes before in running means of energies."""
+NEAR = 1e-3
+"""Relative difference below which two norms or factors count as equal."""
+SURE = 5
+"""Most steps of evidence for a norm of clipping that are counted."""
+
+
+class Unit(NamedTuple):
+    """The unit of a residual: at this rate of this optimizer, it is a gradient. Unknown if the rate is 0."""
+
+    optimizer: str = ""  # its class: rates of different ones do not compare
+    rate: float = 0.0
+
+    def over(self, other: Unit) -> float:
+        """This rate over another one; 0 if they do not compare."""
+        return self.rate / other.rate if other.rate and self.optimizer == other.optimizer else 0.0
+
+
+UNKNOWN = Unit()
+
+
+class Rates(NamedTuple):
+    """Learning rates of a pass, by parameter group; 0 where a group has none, or one that only the device knows."""
+
+    group_of: Mapping[Tensor, int]  # by member of a bucket
+    optimizers: tuple[str, ...]  # their classes
+    now: tuple[float, ...]
+    last: tuple[float, ...]  # in the last step that was taken
+
+    def of(self, member: Tensor) -> Unit:
+        """The rate of a member of a bucket in this pass; in the last step if it is 0 now, as nothing is applied."""
+        group = self.group_of.get(member)
+        return UNKNOWN if group is None else Unit(self.optimizers[group], self.now[group] or self.last[group])
+
+    def in_last_step(self, member: Tensor) -> Unit:
+        """Its rate in the last step; in this pass if there was none. A user may set the rate after backward."""
+        group = self.group_of.get(member)
+        return UNKNOWN if group is None else Unit(self.optimizers[group], self.last[group] or self.now[group])
+
+
+def rate_of(group: Mapping[str, object]) -> float:
+    """The learning rate of a parameter group, or 0: reading a scalar tensor on a GPU would wait for it."""
+    rate = group.get("lr")
+    if isinstance(rate, Tensor):
+        return 0.0 if rate.is_cuda else float(rate)
+    return float(rate) if isinstance(rate, int | float) else 0.0
+
+
+class Clipping:
+    """The user's clipping, as far as norms show it. All values stay on the device.
+
+    Of a sharded model a rank knows ``shards`` of equal weight; ``sum_`` adds up a tensor over them.
+    """
+
+    def __init__(self, shards: int = 1, sum_: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        self._shards, self._sum = shards, sum_
+        self._buckets: tuple[Bucket, ...] = ()
+        self._means: Sequence[Tensor] | Tensor = ()  # [buckets, 3]: own, delivered norms squared and weights, added up
+        self._delivered: Tensor | None = None  # [buckets] squares of delivered norms in the last pass
+        self._passed: dict[int, Tensor] = {}  # by number of the bucket, squares of their norms after clipping
+        self._limit: Tensor | None = None  # [3]: the norm, the last factor, and how sure the norm is
+        self._clips: Mapping[Bucket, Tensor] = {}
+
+    @torch.no_grad()
+    def fold(self, buckets: Sequence[Bucket], norms: Sequence[Tensor]) -> None:
+        """Takes the ``[2]`` norms of the buckets of a whole pass, see :class:`.Outcome`."""
+        squares = torch.stack([*norms]).square()
+        _use_here(*self._means)
+        none, known = squares.new_zeros(3), dict(zip(self._buckets, self._means, strict=True))
+        if len(known) == len(buckets) and all(map(operator.is_, self._buckets, buckets)):
+            assert isinstance(self._means, Tensor)
+            before = self._means
+        else:
+            before = torch.stack([known.get(bucket, none).to(none.device) for bucket in buckets])
+            self._buckets = tuple(buckets)
+        weighed = torch.nn.functional.pad(squares, (0, 1), value=1.0)
+        means = MEMORY * before + (1 - MEMORY) * weighed
+        self._means = torch.where(weighed.isfinite().all(), means, before)
+        self._delivered, self._passed = squares[:, 1], {}
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Optimizer, parameters_of: Callable[[Bucket], Collection[Tensor]]) -> None:
+        """Measures the gradients with which an optimizer has stepped: of the buckets that share a parameter with it."""
+        if self._delivered is None:
+            return
+        scale = getattr(optimizer, "grad_scale", None)  # of a fused step, which has not unscaled the gradients
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        for number, bucket in enumerate(self._buckets):
+            parameters = parameters_of(bucket)
+            if not own.isdisjoint(parameters):
+                found = [local_part(p.grad) for p in parameters if p.grad is not None]
+                found = [each.coalesce().values() if each.is_sparse else each for each in found if each.numel()]
+                if found:
+                    wide = torch.float32 if all(each.itemsize <= 4 for each in found) else torch.float64
+                    passed = torch.stack(torch._foreach_norm(found, 2, wide)).float().square().sum()
+                    self._passed[number] = passed if scale is None else passed / scale**2
+
+    @torch.no_grad()
+    def begin_pass(self) -> None:
+        """Estimates the clipping of the next pass from the last one and its step."""
+        if self._delivered is None:
+            return
+        delivered, device = self._delivered, self._delivered.device
+        assert isinstance(self._means, Tensor)
+        _use_here(delivered, self._means, *self._passed.values())
+        own, mean, weight = self._means.unbind(1)
+        energies = (mean / weight).nan_to_num(0.0)  # of a bucket whose only gradients so far were not finite
+        complete = len(self._passed) == len(self._buckets)
+        after = torch.stack([*self._passed.values()]).sum() if complete else delivered.new_full((), torch.nan)
+        before, after, total = self._sum(torch.stack([delivered.sum(), after, energies.sum()])).unbind()
+        if self._limit is None:
+            self._limit = torch.full((3,), torch.nan, device=device)
+        _use_here(self._limit)
+        self._limit = self._updated(self._limit.to(device), (after / before).sqrt(), after.sqrt())
+        inverse = torch.where(self._limit[2] > 0, self._limit[0].reciprocal(), 0.0)
+        share = (mean / own).clamp(max=1).nan_to_num(1.0)
+        others = (total - self._shards * energies).clamp(min=0)
+        clips = inverse * torch.stack([self._shards * share, others], 1).sqrt()
+        self._clips = dict(zip(self._buckets, clips, strict=True))
+        self._delivered = None
+
+    def of(self, bucket: Bucket, device: torch.device) -> Tensor:
+        """The clipping of a bucket's gradient in this pass, ``[2]`` float32; see :class:`.Applied`."""
+        found = self._clips.get(bucket)
+        return torch.zeros(2, device=device) if found is None else found
+
+    @staticmethod
+    def _updated(limit: Tensor, factor: Tensor, norm: Tensor) -> Tensor:
+        """The norm to which gradients are clipped, the factor, and the evidence, after one more step.
+
+        A step that clips to another norm counts against it twice: it may be no clipping of norms at all.
+        """
+        known, before, sure = limit.unbind()
+        clipped = factor < 1 - NEAR  # False if unknown, or not finite
+        same = (norm / known - 1).abs() < NEAR
+        other_factor = (factor / before - 1).abs() > NEAR
+        evidence = (same & other_factor).float() - 2.0 * (~same & ~known.isnan()).float()
+        sure = (sure.nan_to_num(0.0) + torch.where(clipped, evidence, 0.0)).clamp(max=SURE)
+        grown = torch.where(known < norm, norm, known)  # it lets a larger one pass
+        return torch.stack([torch.where(clipped, norm, grown), torch.where(clipped, factor, before), sure])
+
+
+def _use_here(*several: Tensor) -> None:
+    """Keeps the memory of tensors that were possibly created on another stream until this one has used them."""
+    for each in several:
+        if each.is_cuda:
+            each.record_stream(torch.cuda.current_stream(each.device))

@@ -1,0 +1,93 @@
+"""Backward passes: what the exchanges of one share, and their results."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_topk.bucket import Bucket
+from lightning_topk.core.endpoint import BucketPlan, Outcome
+from lightning_topk.core.link import NOTHING, Measure
+from lightning_topk.runtime.applied import Rates
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.volume import Volume
+
+Mark = Any
+"""A point in time: seconds of the host's clock, or an event in a CUDA stream."""
+Timing = tuple[Mark, Mark]
+"""Marks of when an exchange began, and of its end."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Marks a point in the caller's work on a device; on a GPU in the current stream."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds(start: Mark, end: Mark) -> float:
+    """Seconds between two marks. Waits for the device."""
+    if isinstance(start, float):
+        return float(end - start)
+    for each in (start, end):  # the streams may differ, and neither waits for the other
+        each.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+NOTHING_SENT = Volume()
+
+
+class Result(NamedTuple):
+    """The result of a job. Of an empty gradient, which is not exchanged, there is no outcome."""
+
+    bucket: Bucket
+    plan: BucketPlan
+    outcome: Outcome | None = None
+    sent: Volume = NOTHING_SENT
+    k: int = 0  # entries that fit into this worker's payloads
+    times: Timing | None = None  # if it was timed
+
+
+@dataclass(eq=False)
+class Pass:
+    """A backward pass whose gradients are exchanged: what its jobs share, and their results.
+
+    Attributes:
+        step: Passes before this one.
+        epoch: The epoch, for schedules.
+        residuals: The memories of this rank.
+        scale: Scalar by which the loss was multiplied; None without a GradScaler.
+        rates: The learning rates of its gradients.
+        measure: Statistics that its jobs measure.
+        timed: Whether its jobs are timed.
+        waits: Whether backward waits for each job, so that it hides none of them.
+        ready: Mark of when the last gradient was ready: from then on, backward hides nothing.
+        buckets: The buckets exchanged so far.
+        results: Results of the jobs that have ended, in order.
+        ended: Whether all its jobs were submitted.
+    """
+
+    step: int
+    epoch: int
+    residuals: Residuals
+    scale: Tensor | None = None
+    rates: Rates | None = None
+    measure: Measure = NOTHING
+    timed: bool = False
+    waits: bool = False
+    ready: Mark | None = None
+    buckets: list[Bucket] = field(default_factory=list)
+    results: deque[Result] = field(default_factory=deque)
+    ended: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether all its jobs have ended."""
+        return self.ended and len(self.results) == len(self.buckets)
