@@ -211,7 +211,7 @@ def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_writte
     with mock.patch.object(ops, "fast", return_value=None):
         link = Link(layout, TopK(), Residual(layout.numel, e.dtype, e.device), dtype)
         link.memory.residual.copy_(e)
-        rescaled, _ = link.send(x.clone(), codec, Step(scale=scale))
+        rescaled, _ = link.send(x.clone(), codec, Step(rescale=scale))
         finite = deliver(rescaled, codec, layout, plain := torch.zeros_like(out), scale)
     assert finite
     assert torch.equal(payload, rescaled)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from lab.commands import need
 
 CHARACTERS, LENGTH, LONG = 128, 64, 128
-"""Size of the alphabet, and T, the length of the pieces of :func:`documentation` and of :func:`source_code`."""
+"""Size of the alphabet, and T: lengths of a piece of text."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def documentation() -> Data:
 
 
 @cache
-def source_code() -> Data:
+def source_code(length: int = LONG) -> Data:
     """The source code of Python's standard library, some 30 million characters; every twentieth file is held out.
 
     About 2,000 pieces are held out, spread over these files.
@@ -76,7 +76,7 @@ def source_code() -> Data:
     for which in ([path for number, path in enumerate(files) if number % 20], files[::20]):
         text = bytearray(b"".join(path.read_bytes() for path in which))
         codes = torch.frombuffer(text, dtype=torch.uint8).clamp(max=CHARACTERS - 1).long()
-        parts.append(codes.unfold(0, LONG + 1, LONG))
+        parts.append(codes.unfold(0, length + 1, length))
     pieces, out = parts[0], parts[1][:: max(1, len(parts[1]) // 2000)]
     return Data(pieces[:, :-1], pieces[:, 1:], out[:, :-1], out[:, 1:])
 

@@ -153,6 +153,56 @@ def large_gpt(width: int = 384, depth: int = 6) -> nn.Module:
     return net
 
 
+class Attention(nn.Module):
+    """Causal self-attention, without biases."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.inputs = heads, nn.Linear(width, 3 * width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, T, width]`` to the same."""
+        split = self.inputs(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = split.unbind()
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class TiedGPT(nn.Module):
+    """A GPT as most scripts build it: embedding and head are tied, linear layers have no biases (0.35 million).
+
+    Initialised as GPT-2 (Radford et al. 2019, 2.3).
+    """
+
+    def __init__(self, width: int = 96, depth: int = 3, heads: int = 3) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(CHARACTERS, width), nn.Embedding(LENGTH, width)
+        self.attention = nn.ModuleList(Attention(width, heads) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False),
+            ) for _ in range(depth)
+        )  # fmt: skip
+        self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(2 * depth + 1))
+        self.head = nn.Linear(width, CHARACTERS, bias=False)
+        self.head.weight = self.embedding.weight
+        for name, weight in self.named_parameters():
+            if weight.dim() > 1:
+                branch = name.endswith(("output.weight", ".2.weight"))  # the last layer of a residual branch
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * depth) if branch else 0.02)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, T]`` to scores ``[B, T, CHARACTERS]``."""
+        states = self.embedding(x) + self.position.weight[: x.shape[1]]
+        for number, (attention, layer) in enumerate(zip(self.attention, self.layers, strict=True)):
+            states = states + attention(self.norms[2 * number](states))
+            states = states + layer(self.norms[2 * number + 1](states))
+        return self.head(self.norms[-1](states))
+
+
 class GPT2(nn.Module):
     """The GPT-2 of Transformers, 0.12 million parameters, without dropout."""
 
@@ -184,14 +234,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "char lstm": CharLSTM,
     "gpt": GPT,
     "gpt2": GPT2,
+    "tied gpt": TiedGPT,
     "large gpt": large_gpt,
     "huge gpt": partial(large_gpt, 768, 12),
     "narrow resnet18": partial(resnet18, 32, stride=2),
     "resnet18": resnet18,
 }
 """Models for simulated workers: four for digits (``mlp`` is the thesis's 784-64-10 at this size), five for 32 x 32
-colour images (``narrow resnet18`` has 2.8 million parameters), five for text (``huge gpt`` has 85 million)."""
+colour images (``narrow resnet18`` has 2.8 million parameters), six for text (``huge gpt`` has 85 million)."""
 LARGE = ("large gpt", "huge gpt")
-"""Models that learn source code."""
-TEXT = ("char lstm", "gpt", "gpt2", *LARGE)
+"""Models that learn source code, in long pieces; ``tied gpt`` in short ones."""
+TEXT = ("char lstm", "gpt", "gpt2", "tied gpt", *LARGE)
 """Models that learn text."""

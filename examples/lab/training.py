@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,9 +21,11 @@ from tqdm import tqdm
 from typing_extensions import override
 
 from lab.commands import need
-from lab.data import Data, digits, documentation, image_folder, source_code
+from lab.data import LENGTH, Data, digits, documentation, image_folder, source_code
 from lab.models import LARGE, MODELS, TEXT
 from lightning_topk.config import TopKConfig
+from lightning_topk.core.guards import Applied
+from lightning_topk.runtime.applied import Clipping
 from lightning_topk.runtime.momentum import adapt_momentum
 from lightning_topk.simulate import Cluster
 
@@ -46,7 +49,9 @@ class Problem:
     def __init__(
         self, model: str, seed: int, data: Data | Path | None = None, device: torch.device | str = "cpu"
     ) -> None:
-        own = source_code if model in LARGE else documentation if model in TEXT else digits
+        own: Callable[[], Data] = source_code if model in LARGE else documentation if model in TEXT else digits
+        if model == "tied gpt":
+            own = partial(source_code, LENGTH)
         self.data = (image_folder(data) if isinstance(data, Path) else data or own()).to(device)
         torch.manual_seed(seed)
         self.net = MODELS[model]().to(device)
@@ -135,9 +140,11 @@ class Run:
     curve: list[tuple[int, float, float]] = field(default_factory=list)
 
 
-OPTIMIZERS = ("SGD", "AdamW", "Muon", "Adafactor", "RMSprop", "Adagrad", "Lion", "schedule-free")
+LANGUAGE = ("AdamW 0.95", "AdamW 0.99", "AdamW 0.999")
+"""AdamW as language models use it: with this second beta, and a decay of 0.1 on matrices alone."""
+OPTIMIZERS = ("SGD", "AdamW", *LANGUAGE, "Muon", "Adafactor", "RMSprop", "Adagrad", "Lion", "schedule-free")
 """Kinds of :class:`Optimizer`. Muon steps the matrices of hidden layers, and AdamW the rest; schedule-free is AdamW."""
-OF_MATRICES = ("Muon", "Adafactor")
+OF_MATRICES = (*LANGUAGE, "Muon", "Adafactor")
 """Kinds that need the shapes of the parameters."""
 
 
@@ -145,7 +152,8 @@ OF_MATRICES = ("Muon", "Adafactor")
 class Optimizer:
     """An optimizer of :data:`OPTIMIZERS`, with ``momentum`` as Adam's and Lion's first beta.
 
-    After ``warmup`` steps the learning rate falls to zero along half a ``cosine``, or is constant, as in the thesis.
+    After ``warmup`` steps the learning rate falls to ``least`` of itself along half a ``cosine``, or is constant, as in
+    the thesis.
     The mean gradient is clipped to ``clip_norm`` after the exchange, as ``gradient_clip_val`` does. SGD alone has
     ``weight_decay``; the others have their own default.
     """
@@ -157,6 +165,7 @@ class Optimizer:
     clip_norm: float | None = None
     weight_decay: float = 0.0
     warmup: int = 0
+    least: float = 0.0
 
     def make(self, parameters: Mapping[str, Tensor]) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of parameters by name."""
@@ -165,6 +174,10 @@ class Optimizer:
             return [optim.SGD(all_of_them, lr, m, weight_decay=self.weight_decay)]
         if self.kind == "AdamW":
             return [optim.AdamW(all_of_them, lr, (m, 0.999))]
+        if self.kind in LANGUAGE:
+            parts = [[p for p in all_of_them if (p.dim() > 1) == matrices] for matrices in (True, False)]
+            groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, (0.1, 0.0), strict=True)]
+            return [optim.AdamW(groups, lr, (m, float(self.kind.split()[1])))]
         if self.kind == "Muon":  # one learning rate for both (Liu et al. 2025)
             hidden = [p for name, p in parameters.items() if "blocks" in name and p.dim() == 2]
             others = [p for name, p in parameters.items() if "blocks" not in name or p.dim() != 2]
@@ -183,18 +196,23 @@ class Optimizer:
         made.train()
         return [made]
 
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of ``step`` of ``steps``."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if not self.cosine or self.kind == "schedule-free":
+            return self.lr
+        begin = self.warmup if self.least else 0
+        cosine = (1 + math.cos(math.pi * (step - begin) / max(1, steps - begin))) / 2
+        return self.lr * (self.least + (1 - self.least) * cosine)
+
     def step(self, made: Sequence[torch.optim.Optimizer], step: int, steps: int) -> None:
         """Clips the gradient, sets the learning rate for ``step`` of ``steps``, and takes the step."""
         groups = [group for each in made for group in each.param_groups]
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], self.clip_norm)
-        rate = self.lr
-        if step < self.warmup:
-            rate = self.lr * (step + 1) / self.warmup
-        elif self.cosine and self.kind != "schedule-free":
-            rate = self.lr * (1 + math.cos(math.pi * step / steps)) / 2
         for group in groups:
-            group["lr"] = rate
+            group["lr"] = self.rate(step, steps)
         for each in made:
             each.step()
 
@@ -275,6 +293,36 @@ class DiLoCo(LocalSGD):
             own.copy_(self.outer)
 
 
+class Workers:
+    """Simulated workers with residuals, each of which estimates the user's clipping, as ranks of a cluster do."""
+
+    def __init__(self, config: TopKConfig, workers: int, numel: int, **options: Any) -> None:
+        self.cluster = Cluster(config, workers, numel, **options)
+        self.sent_bytes = self.cluster.sent_bytes
+        self._clippings = [Clipping() for _ in range(workers)]
+        self._bucket = (torch.empty(0),)
+        self._unit = 0.0
+
+    def step(self, gradients: Sequence[Tensor], epoch: int, rate: float) -> list[Tensor]:
+        """Exchanges the workers' gradients ``[d]`` of a step with this learning rate."""
+        self._unit = self._unit or rate
+        for each in self._clippings:
+            each.begin_pass()
+        clips = [each.of(self._bucket, gradients[0].device) for each in self._clippings]
+        applied = [Applied(rate / self._unit if rate else 1.0, clip) for clip in clips]
+        delivered = self.cluster.step(gradients, epoch, applied=applied)
+        for each, outcome in zip(self._clippings, self.cluster.outcomes, strict=True):
+            if outcome.norms is not None:
+                each.fold([self._bucket], [outcome.norms])
+        return delivered
+
+    def after_step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Shows the workers the gradients of a step of the optimizers, after their clipping."""
+        every = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        for each in self._clippings:
+            each.after_step(optimizers[0], lambda _: every)
+
+
 @contextmanager
 def evaluating(stepped: Sequence[Sequence[Any]]) -> Iterator[None]:
     """The weights to evaluate, where an optimizer has others to train (schedule-free)."""
@@ -322,7 +370,7 @@ def train(
     together, numel = 1, len(problem.start)
     if isinstance(config, TopKConfig):
         sizes = tuple(shape.numel() for shape in shapes)
-        ranks: Any = Cluster(config, workers, numel, sizes=sizes, device=problem.start.device)
+        ranks: Any = Workers(config, workers, numel, sizes=sizes, device=problem.start.device)
     else:
         ranks = config(workers, shapes)
         if not isinstance(ranks, LocalSGD):
@@ -345,14 +393,19 @@ def train(
         batches = torch.randint(examples, drawn, generator=generator)
         gradients = problem.gradients(torch.stack(weights) if len(weights) > 1 else weights[0], batches, generator)
         if observe is not None:
-            run.seen.append(observe(ranks, gradients))
-        delivered = ranks.step(gradients, epoch=step // epoch_steps)
+            run.seen.append(observe(getattr(ranks, "cluster", ranks), gradients))
+        if isinstance(ranks, Workers):
+            delivered = ranks.step(gradients, step // epoch_steps, optimizer.rate(step, steps))
+        else:
+            delivered = ranks.step(gradients, epoch=step // epoch_steps)
         run.union.append(int(delivered[0].count_nonzero()))
         for each, made, gradient in zip(parts, stepped, delivered, strict=False):
             gradients = problem.weights(gradient) if optimizer.kind in OF_MATRICES else [gradient]
             for part, its in zip(each, gradients, strict=True):
                 part.grad = its
             optimizer.step(made, step, steps)
+        if isinstance(ranks, Workers):
+            ranks.after_step(stepped[0])
         if isinstance(ranks, LocalSGD):
             ranks.average_(weights)
         if every and (step + 1) % every == 0:

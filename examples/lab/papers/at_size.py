@@ -23,6 +23,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.plan import Row
 
 _adamw = partial(Optimizer, momentum=0.9, kind="AdamW", cosine=True, clip_norm=1.0, warmup=100)
+_everyones = Optimizer(3e-3, 0.9, "AdamW 0.99", cosine=True, clip_norm=1.0, warmup=20, least=0.1)
 _sgd = partial(Optimizer, momentum=0.9, cosine=True, weight_decay=5e-4, warmup=100)
 WORKERS = 8
 OURS = tuple(f"saving {amount}" for amount in (10, 30, 50, 100, 150, 400))
@@ -47,9 +48,11 @@ class Course(NamedTuple):
     batch: int
     powersgd: int
     images: bool = False
+    workers: int = WORKERS
 
 
 COURSES: Mapping[str, Course] = {
+    "tied gpt": Course(_everyones, 16, 1, workers=2),
     "gpt": Course(replace(_adamw(0.01), warmup=0), 4, 1),
     "convnet": Course(Optimizer(0.05, 0.9, cosine=True), 16, 1, images=True),
     "large gpt": Course(_adamw(1e-3), 1, 5),
@@ -65,6 +68,7 @@ def run(
     systems: Sequence[str] = BOTH,
     rates: Sequence[str] = (),
     optimizers: Sequence[str] = ("",),
+    workers: int = 0,
     batch: int = 0,
     steps: int = 3000,
     seeds: int = 2,
@@ -72,7 +76,7 @@ def run(
     device: str = "cpu",
     out: Path = Path("reproduced"),
 ) -> Result:
-    """Trains models at several learning rates. Rate, batch per worker and optimizer are the course's by default.
+    """Trains models at several learning rates. Rate, workers, batch and optimizer are the course's by default.
 
     Models of images need ``data``, a folder of images. ``huge gpt`` is too slow on CPUs.
     """
@@ -87,7 +91,7 @@ def run(
     found = Runs(out / "at-size.jsonl")
     if "Muon" in optimizers and (without := [model for model in chosen if COURSES[model].images]):
         raise ValueError(f"Muon steps the matrices of a GPT's blocks, and {', '.join(without)} has none.")
-    setups = [setup(model, steps, batch, kind) for model in chosen for kind in optimizers]
+    setups = [setup(model, steps, batch, kind, workers) for model in chosen for kind in optimizers]
     jobs = {
         run_key(each, system, rate, seed): partial(_train, each, system, rate, seed, data, device)
         for seed in range(seeds)
@@ -99,9 +103,9 @@ def run(
     result = Result(
         "at-size",
         "what compression costs, at the best learning rate of each system",
-        f"{WORKERS} simulated workers, {steps:,} steps, nothing set but saving= or ratio=; bf16-mixed on GPUs above "
-        "two million parameters. GPT (0.12 million parameters, texts of 64 characters; large: 10.8, huge: 85, texts of "
-        "128): AdamW by default. Convnet (0.2 million) and ResNet-18 (11.0; narrow: 2.8): SGD with momentum 0.9.",
+        f"Simulated workers, {WORKERS} by default, {steps:,} steps, nothing set but saving= or ratio=; bf16-mixed on GPUs "
+        "above two million parameters. GPT (0.12 million parameters, texts of 64 characters; tied: 0.35; large: 10.8, "
+        "huge: 85, texts of 128): AdamW. Convnet (0.2 million) and ResNet-18 (11.0; narrow: 2.8): SGD, momentum 0.9.",
     )
     result.tables = {each.title: table(found, each) for each in setups}
     result.panels = panels(found, setups)
@@ -109,29 +113,38 @@ def run(
 
 
 class Setup(NamedTuple):
-    """What runs have in common that are compared: model, optimizer, examples a worker and step, and steps."""
+    """What runs have in common that are compared: model, optimizer, examples a worker and step, steps, workers."""
 
     model: str
     optimizer: str
     batch: int
     steps: int
+    workers: int = WORKERS
 
     @property
     def title(self) -> str:
         """The setup in words."""
-        return f"{self.model}, {self.optimizer}, {self.batch} examples a worker, {self.steps:,} steps"
+        workers = f", {self.workers} workers" * (self.workers != WORKERS)
+        return f"{self.model}, {self.optimizer}, {self.batch} examples a worker, {self.steps:,} steps{workers}"
 
 
-def setup(model: str, steps: int, batch: int = 0, optimizer: str = "") -> Setup:
-    """A setup with the course's batch and optimizer by default."""
+def setup(model: str, steps: int, batch: int = 0, optimizer: str = "", workers: int = 0) -> Setup:
+    """A setup with the course's batch, optimizer and workers by default."""
     course = COURSES[model]
-    return Setup(model, optimizer or course.optimizer.kind, batch or course.batch, steps)
+    kind, workers = optimizer or course.optimizer.kind, workers or course.workers
+    return Setup(model, kind, batch or course.batch, steps, workers)
+
+
+def setup_of(run: Mapping[str, Any]) -> Setup:
+    """The setup of an existing run."""
+    return Setup(*(run.get(name, WORKERS) for name in Setup._fields))
 
 
 def run_key(setup: Setup, system: str, rate: float, seed: int) -> str:
     """Key of a run in ``at-size.jsonl``."""
-    model, optimizer, batch, steps = setup
-    return f"{model}, {optimizer}, batch {batch}, {steps} steps, {system}, rate {rate:g}, seed {seed}"
+    model, optimizer, batch, steps, workers = setup
+    among = f", {workers} workers" * (workers != WORKERS)
+    return f"{model}, {optimizer}, batch {batch}, {steps} steps{among}, {system}, rate {rate:g}, seed {seed}"
 
 
 def quality_of(model: str) -> str:
@@ -154,11 +167,11 @@ def exchange(system: str, course: Course) -> Any:
 
 
 def _train(setup: Setup, system: str, rate: float, seed: int, data: Path | None, device: str = "cpu") -> dict[str, Any]:
-    model, kind, batch, steps = setup
+    model, kind, batch, steps, workers = setup
     course = COURSES[model]
     options: dict[str, Any] = {"every": max(1, steps // 12), "device": device, "data": data if course.images else None}
     optimizer = replace(course.optimizer, lr=rate, kind=kind)
-    ended = train(model, exchange(system, course), WORKERS, steps, optimizer, seed, batch, **options)
+    ended = train(model, exchange(system, course), workers, steps, optimizer, seed, batch, **options)
     sent = ended.uplink_bytes + ended.downlink_bytes
     measured = {"held": min(ended.held_loss, 1e3), "accuracy": ended.accuracy, "curve": ended.curve}
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
@@ -171,14 +184,14 @@ def ends(found: Runs, setup: Setup, system: str) -> dict[float, dict[int, float]
     measured = "accuracy" if COURSES[setup.model].images else "held"
     by_rate: dict[float, dict[int, float]] = {}
     for run in found.values():
-        if (*(run[name] for name in Setup._fields), run["system"]) == (*setup, system):
+        if (setup_of(run), run["system"]) == (setup, system):
             by_rate.setdefault(run["rate"], {})[run["seed"]] = run[measured]
     return dict(sorted(by_rate.items()))
 
 
 def known(found: Runs) -> list[Setup]:
     """The setups of existing runs: by model, optimizer, batch and length."""
-    return sorted({Setup(*(run[name] for name in Setup._fields)) for run in found.values()})
+    return sorted({*map(setup_of, found.values())})
 
 
 def best_rate(model: str, by_rate: Mapping[float, Mapping[int, float]]) -> float:
