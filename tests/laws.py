@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Codecs, Exchange, Outcome
+from lightning_topk.core.guards import Applied
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import Request
 from lightning_topk.simulate import Cluster
@@ -126,22 +127,29 @@ def undelivered(cluster: Cluster) -> Tensor:
 def simulate(
     config: TopKConfig, workers: int, numel: int, dtype: torch.dtype = torch.float32, steps: int = 4,
     given: Callable[[int, int, int], list[Tensor]] = gradients, atol: float = 2e-5, rtol: float = 1e-5,
-    scale: float | None = None,
+    scale: float | None = None, rates: Sequence[float] = (), clip: float | None = None,
 ) -> Cluster:  # fmt: skip
     """Checks the laws on some steps of a simulated cluster of ranks, or of nodes of two.
 
     Also checks that exchanges make the predicted requests, and select no more entries than payloads have room for.
-    ``given`` makes the gradients from ``(world, numel, step)``; the exchange sees them times the loss ``scale``.
+    ``given`` makes the gradients from ``(world, numel, step)``; the exchange sees them times the loss ``scale``. With
+    the learning ``rates`` of the steps, and each worker's gradient clipped to the norm ``clip``, the laws hold for what
+    dense training would apply: gradients times rates.
     """
     cluster = cluster_of(config, workers, numel, dtype)
     ranks, before = range(len(cluster.endpoints)), {}
     computed, received, sent, planned = [], [], [], []
     for step in range(steps):
         mine = [(each * (scale or 1)).to(dtype) for each in given(len(ranks), numel, step)]
-        computed.append(torch.stack(mine).double().mean(0) / (scale or 1))
-        delivered = torch.stack(cluster.step(mine, scale=None if scale is None else torch.tensor(scale)))
+        own, rate = torch.stack(mine).double() / (scale or 1), rates[step] if rates else 1.0
+        applied = [Applied(rate, None if clip is None else torch.tensor([1 / clip, 0.0]))] * len(mine)
+        if clip is not None and cluster.plan.topology.compresses:
+            own *= (clip / own.norm(dim=1, keepdim=True)).clamp(max=1)
+        computed.append(rate * own.mean(0))
+        loss = None if scale is None else torch.tensor(scale)
+        delivered = torch.stack(cluster.step(mine, scale=loss, applied=applied))
         assert delivered.dtype == dtype
-        received.append(delivered if scale is None else delivered.double() / scale)
+        received.append(delivered if scale is None and rate == 1 else delivered.double() * rate / (scale or 1))
         total = {(rank, way): count for way, counts in cluster.sent_bytes.items() for rank, count in enumerate(counts)}
         sent.append({key: count - before.get(key, 0) for key, count in total.items()})
         before = total

@@ -63,6 +63,21 @@ def test_laws_hold_for_schedules_and_memories(topology, bidirectional, settings)
     simulate(TopKConfig(bidirectional=bidirectional, topology=topology, **settings), 3, 4000)
 
 
+@pytest.mark.parametrize(
+    ("topology", "bidirectional", "wire", "clip", "scale"),
+    in_turn([None, 1024.0], [*ROUTES, *ON_NODES], WIRES, [None, 20.0]),
+)
+def test_conservation_holds_for_what_dense_training_applies(topology, bidirectional, wire, clip, scale):
+    """Rates as in a warm-up, and in a schedule that starts again; norms are 39.
+
+    In a hierarchical exchange each rank's factor scales its part of its node's mean.
+    """
+    clip = None if topology == "hierarchical" else clip
+    config = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire=wire, topology=topology)
+    rates = [0.1, 0.5, 1.0, 0.7, 0.01, 1.0]
+    simulate(config, 3, 1500, steps=6, scale=scale, rates=rates, clip=clip, atol=1e-4)
+
+
 @routes
 def test_laws_hold_for_a_wire_that_the_fused_functions_do_not_support(topology, bidirectional, monkeypatch):
     """A new wire as CONTRIBUTING describes it; it has as many bits as int8."""

@@ -103,7 +103,7 @@ def run(
     result = Result(
         "at-size",
         "what compression costs, at the best learning rate of each system",
-        f"Simulated workers, {WORKERS} by default, {steps:,} steps, nothing set but saving= or ratio=; bf16-mixed on GPUs "
+        f"Simulated workers, {WORKERS} by default, {steps:,} steps, only saving= or ratio= set; bf16-mixed on GPUs "
         "above two million parameters. GPT (0.12 million parameters, texts of 64 characters; tied: 0.35; large: 10.8, "
         "huge: 85, texts of 128): AdamW. Convnet (0.2 million) and ResNet-18 (11.0; narrow: 2.8): SGD, momentum 0.9.",
     )

@@ -1,0 +1,203 @@
+"""What dense training would apply: residuals in units of the learning rate, and the user's clipping, on real ranks."""
+
+import math
+
+import pytest
+import ranks
+import torch
+from groups import on_ranks
+from ranks import attach, attached, four_layers, gradient, loss_of, mean_over_ranks, shared, undelivered
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_topk.runtime.applied import Clipping, Rates, Unit
+
+WARM = [0.0, 0.01, 0.1, 1.0, 1.0, 0.5, 0.005, 1.0]
+"""Factors of the rate: a warm-up from 0, a decay, and a restart."""
+
+
+class Run:
+    """A net that trains at rates of a schedule, and what it has computed and received, times the rates."""
+
+    def __init__(self, rank: int, groups: int = 1, lr: float = 0.05, **options) -> None:
+        self.rank, self.net, self.alone = rank, four_layers(), four_layers()
+        parts = [self.net] if groups == 1 else [self.net[:2], self.net[2:]]
+        self.optimizer = SGD([{"params": part.parameters()} for part in parts], lr=lr)
+        self.model, self.state = attached(
+            self.net, options.pop("ddp", {"bucket_cap_mb": 0.001}), ratio=0.05, optimizer=self.optimizer, **options
+        )
+        self.computed = self.received = torch.zeros(1680, dtype=torch.float64)
+
+    def rates(self) -> torch.Tensor:
+        """The rate of each entry: ``[numel]``."""
+        group_of = {p: group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
+        return torch.cat([torch.full((p.numel(),), group_of[p], dtype=torch.float64) for p in self.net.parameters()])
+
+    def backward(self, step: int) -> None:
+        self.own = mean_over_ranks(ranks.local_gradient(self.alone, self.net, self.rank, step))
+        self.net.zero_grad()
+        loss_of(self.model, self.rank, step).backward()
+
+    def step(self) -> None:
+        """Takes the step, and adds up what was computed and received."""
+        self.optimizer.step()
+        self.computed = self.computed + self.rates() * self.own
+        self.received = self.received + self.rates() * gradient(self.net).double()
+
+    def check(self) -> None:
+        """Fails unless the residuals hold what was computed and not received, in the unit that they have."""
+        units = self.state.residuals.units(self.state.optimizers.rates)
+        unit = torch.cat([torch.full((p.numel(),), units[p].rate, dtype=torch.float64) for p in self.net.parameters()])
+        left = undelivered(self.state, self.net) * unit
+        assert left.norm() > 0.1 * self.received.norm(), "something waits"
+        torch.testing.assert_close(self.received + left, self.computed, atol=1e-6, rtol=1e-4)
+
+
+def schedule(run: Run, *factors) -> LambdaLR:
+    return LambdaLR(run.optimizer, [lambda step, own=own: own[min(step, len(own) - 1)] for own in factors])
+
+
+@pytest.mark.parametrize(
+    ("schedules", "ddp"), [(1, {"bucket_cap_mb": 0.001}), (1, {}), (2, {}), (2, {"static_graph": True})]
+)
+@on_ranks(3)
+def test_each_gradient_counts_at_the_rate_of_its_step(rank, world, schedules, ddp):
+    """Also if groups in one bucket have schedules of their own, and if the first rate is 0."""
+    run = Run(rank, schedules, ddp=ddp)
+    scheduler = schedule(run, *[WARM, [1.0, 1.0, 0.3, 0.3, 0.2, 0.1, 0.1, 1.0]][:schedules])
+    for step in range(len(WARM)):
+        run.backward(step)
+        first = run.rates() == 0  # what waits of a step at rate 0 counts at the next one
+        run.step()
+        scheduler.step()
+        run.computed += torch.where(first, run.rates() * (run.own - gradient(run.net)), 0.0)
+    run.check()
+
+
+@on_ranks(2)
+def test_a_rate_that_is_set_after_backward_counts_from_the_next_step_on(rank, world):
+    """At first the optimizer has the rate that the warm-up leads to."""
+    run = Run(rank, lr=1.0)
+    for step, rate in enumerate([0.01, 0.02, 0.02, 0.02]):
+        run.backward(step)
+        run.optimizer.param_groups[0]["lr"] = rate
+        if step == 1:
+            known = run.state.optimizers.rates.now
+        run.step()
+    assert known == (0.01,)
+    assert {unit.rate for unit in run.state.residuals.units(run.state.optimizers.rates).values()} == {0.01}
+
+
+@on_ranks(2)
+def test_a_run_that_resumes_at_another_rate_delivers_what_waited_at_its_own(rank, world):
+    run = Run(rank)
+    for step in range(3):
+        run.backward(step)
+        run.step()
+    entry = shared(run.state.state_dict())
+    assert {tuple(unit) for unit in entry["units"].values()} == {("SGD", 0.05)}
+    waiting = undelivered(run.state, run.net)
+    run.state.close()
+    for kind, factor in (("SGD", 0.1), ("AdamW", 1.0)):  # rates of different optimizers do not compare
+        optimizer = {"SGD": SGD, "AdamW": AdamW}[kind](run.net.parameters(), lr=0.5)
+        state = attach(run.model, ratio=1.0, wire="fp32", optimizer=optimizer)
+        state.load_state_dict(entry)
+        run.backward(5)
+        torch.testing.assert_close(gradient(run.net).double(), run.own + factor * waiting, atol=1e-6, rtol=1e-4)
+        state.close()
+
+
+@on_ranks(2)
+def test_a_checkpoint_without_units_resumes_with_gradients(rank, world):
+    run = Run(rank)
+    run.backward(0)
+    entry = shared(run.state.state_dict())
+    del entry["units"]
+    waiting = undelivered(run.state, run.net)
+    run.optimizer.param_groups[0]["lr"] = 0.001
+    run.state.close()
+    state = attach(run.model, ratio=1.0, wire="fp32", optimizer=run.optimizer)
+    state.load_state_dict(entry)
+    run.backward(1)
+    torch.testing.assert_close(gradient(run.net).double(), run.own + waiting, atol=1e-6, rtol=1e-4)
+
+
+def clips(run: Run, step: int, treat) -> torch.Tensor:
+    """Clips of the next pass by bucket, after a step whose gradients are treated."""
+    run.backward(step)
+    treat(step, [*run.net.parameters()])
+    run.optimizer.step()
+    run.state.optimizers._clipping.begin_pass()
+    return torch.stack([*run.state.optimizers._clipping._clips.values()])
+
+
+def halved(step, parameters):
+    for p in parameters:
+        p.grad /= 2
+
+
+def divided_by_tokens(step, parameters):
+    for p in parameters:
+        p.grad /= 100 + 7 * step
+
+
+TREATED = {
+    "nothing": (lambda step, parameters: None, False),
+    "halved": (halved, False),
+    "divided by varying counts": (divided_by_tokens, False),
+    "clipped by value": (lambda step, parameters: torch.nn.utils.clip_grad_value_(parameters, 0.05), False),
+    "clipped": (lambda step, parameters: torch.nn.utils.clip_grad_norm_(parameters, 1e-2), True),
+}
+
+
+@pytest.mark.parametrize("name", TREATED)
+@on_ranks(2)
+def test_only_clipping_of_norms_counts_as_clipping(rank, world, name):
+    """What users do to gradients between backward and step must not shrink what they get."""
+    treat, clipped = TREATED[name]
+    run = Run(rank, lr=1e-3)
+    for step in range(7):
+        found = clips(run, step, treat)
+    assert (found > 0).all().item() is clipped
+    if clipped:
+        limit = run.state.optimizers._clipping._limit
+        assert math.isclose(limit[0], 1e-2, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@on_ranks(2)
+def test_a_spike_enters_the_residual_as_clipped_as_dense_training_would_apply_it(rank, world, scaled):
+    """The gradient of one step is a hundred times as large. All residuals take in about the norm of clipping."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    run = Run(rank, lr=1e-3, scaler=scaler)
+    for step in range(9):
+        before = undelivered(run.state, run.net)
+        run.net.zero_grad()
+        scaler.scale(loss_of(run.model, rank, step) * (100 if step == 8 else 1)).backward()
+        scaler.unscale_(run.optimizer)
+        delivered = gradient(run.net).double()
+        norm = float(torch.nn.utils.clip_grad_norm_(run.net.parameters(), 0.05))
+        scaler.step(run.optimizer)
+        scaler.update()
+        entered = (undelivered(run.state, run.net) - before + delivered).norm()
+    assert norm > 0.05, "clipping acts"
+    own = mean_over_ranks(ranks.local_gradient(run.alone, run.net, rank, 8)).norm() * 100
+    assert own > 10
+    assert 0.02 < entered < 0.05 * 4**0.5 * 1.5, "of four buckets, each clipped by an estimate of its own"
+
+
+def test_rates_of_groups_without_one_change_nothing():
+    p, q = torch.ones(2), torch.ones(3)
+    rates = Rates({p: 0}, ("SGD",), (0.0,), (0.1,))
+    assert rates.of(p) == Unit("SGD", 0.1), "a rate of 0 applies nothing"
+    assert rates.of(q).over(Unit("SGD", 0.1)) == 0
+    assert Unit("SGD", 1.0).over(Unit("AdamW", 1.0)) == 0
+
+
+def test_a_pass_that_is_not_finite_leaves_the_estimates():
+    clipping, bucket, optimizer = Clipping(), (torch.nn.Parameter(torch.ones(3)),), SGD([torch.ones(1)], lr=0.1)
+    for norms in ([1.0, 1.0], [math.inf, math.nan], [1.0, 1.0]):
+        clipping.begin_pass()
+        assert clipping.of(bucket, torch.device("cpu")).isfinite().all()
+        clipping.fold([bucket], [torch.tensor(norms)])
+        clipping.after_step(optimizer, lambda bucket: bucket)
