@@ -113,7 +113,12 @@ COMMANDS = {
     "reproduce at-size": (
         "papers.at_size:run",
         "final quality over the learning rate, up to 85 million parameters; hours per run; resumable",
-        "data models systems rates optimizers batch steps seeds minutes device",
+        "data models systems rates optimizers workers batch steps seeds minutes device",
+    ),
+    "reproduce first-script": (
+        "papers.first_script:run",
+        "a GPT with everyone's settings between real ranks, with DDP and with saving=50",
+        "workers steps seeds",
     ),
     "reproduce decay": (
         "papers.decay:run",

@@ -23,7 +23,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.plan import Row
 
 _adamw = partial(Optimizer, momentum=0.9, kind="AdamW", cosine=True, clip_norm=1.0, warmup=100)
-_everyones = Optimizer(3e-3, 0.9, "AdamW 0.99", cosine=True, clip_norm=1.0, warmup=20, least=0.1)
+EVERYONES = Optimizer(3e-3, 0.9, "AdamW 0.99", cosine=True, clip_norm=1.0, warmup=20, least=0.1)
 _sgd = partial(Optimizer, momentum=0.9, cosine=True, weight_decay=5e-4, warmup=100)
 WORKERS = 8
 OURS = tuple(f"saving {amount}" for amount in (10, 30, 50, 100, 150, 400))
@@ -52,7 +52,7 @@ class Course(NamedTuple):
 
 
 COURSES: Mapping[str, Course] = {
-    "tied gpt": Course(_everyones, 16, 1, workers=2),
+    "tied gpt": Course(EVERYONES, 16, 1, workers=2),
     "gpt": Course(replace(_adamw(0.01), warmup=0), 4, 1),
     "convnet": Course(Optimizer(0.05, 0.9, cosine=True), 16, 1, images=True),
     "large gpt": Course(_adamw(1e-3), 1, 5),
