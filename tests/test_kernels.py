@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import subprocess
 import sys
 from unittest import mock
@@ -13,6 +14,7 @@ from laws import residual_and_gradient, simulate
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
+from lightning_topk.core.exchange import TOPOLOGIES
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.link import Link, Step, deliver
 from lightning_topk.core.memory import Residual
@@ -239,6 +241,23 @@ def test_a_bucket_is_dealt_to_the_ranks_of_a_node_and_back_like_in_the_reference
     assert torch.equal(out.nan_to_num(7), x.nan_to_num(7))
 
 
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the paths of a GPU, and runs the programs of each launch in another order."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    drawn, grid = random.Random(0), {}
+
+    def set_grid_dim(*shape: int) -> None:
+        builder.grid_dim = shape
+        programs = [*itertools.product(*map(range, shape))]
+        grid.update(zip(programs, drawn.sample(programs, len(programs)), strict=True))
+
+    monkeypatch.setattr(builder, "set_grid_dim", set_grid_dim)
+    monkeypatch.setattr(builder, "set_grid_idx", lambda *place: setattr(builder, "grid_idx", grid[place]))
+    monkeypatch.setattr(ops, "fast", lambda device: cuda)
+    monkeypatch.setattr(ops, "on_cpu", lambda x: False)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="test_gpu has the laws on a GPU")
 @pytest.mark.parametrize(
     ("topology", "bidirectional", "dtype", "scale", "ratio", "steps"),
@@ -250,13 +269,23 @@ def test_a_bucket_is_dealt_to_the_ranks_of_a_node_and_back_like_in_the_reference
 )
 def test_the_laws_hold_with_the_kernels(monkeypatch, topology, bidirectional, dtype, scale, ratio, steps):
     """On the paths of a GPU: scales and the ranks of a node are left to kernels, also at densities above 1/8."""
-    monkeypatch.setattr(ops, "fast", lambda device: cuda)
-    monkeypatch.setattr(ops, "on_cpu", lambda x: False)
+    as_on_a_gpu(monkeypatch)
     sent = mock.Mock(side_effect=cuda.send)
     monkeypatch.setattr(cuda, "send", sent)
     config = TopKConfig(ratio, topology=topology, bidirectional=bidirectional)
     simulate(config, 2, 2_000, dtype, steps, scale=scale)
     assert sent.called
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU runs programs in any order")
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("topology", [*TOPOLOGIES])
+def test_the_laws_hold_in_whatever_order_the_programs_of_a_launch_run(monkeypatch, topology, wire):
+    """Ranks launch in different orders: they would have different sums of three rows that are added at once."""
+    as_on_a_gpu(monkeypatch)
+    served = TOPOLOGIES[topology].has_servers
+    numel = 1_600 if topology == "hierarchical" else 800  # plain torch serves less
+    simulate(TopKConfig(0.3, topology=topology, bidirectional=served, wire=wire), 3, numel, steps=1)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU, the assertion ends the process")
@@ -275,7 +304,7 @@ def test_a_damaged_payload_fails_an_assertion_and_is_not_added(place):
 @on_a_device
 @pytest.mark.parametrize(("wire", "shape"), in_part([*WIRES], SHAPES_RECEIVED))
 def test_the_fused_receive_equals_the_separate_steps(wire, shape):
-    """A server adds its workers' entries in a fixed order where the user asks for it."""
+    """Workers' entries are added in a fixed order where every rank computes the sum, or the user asks for it."""
     numel, shards, k = shape
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, k)
@@ -296,10 +325,11 @@ def test_the_fused_receive_equals_the_separate_steps(wire, shape):
         expected = torch.zeros(codec.universe, device=DEVICE)
         for places, values in zip(index, arrives, strict=True):
             expected.scatter_add_(0, places, values / 4)
-        for ordered, tolerance in ((True, {"rtol": 0, "atol": 0}), (False, {})):
+        served, form, exact = Layout(codec.universe), codec.format(), {"rtol": 0, "atol": 0}
+        for ordered, asked, tolerance in ((True, False, exact), (False, True, exact), (False, False, {})):
             total = torch.zeros_like(expected)
-            with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=ordered):
-                assert cuda.receive(payload, Layout(codec.universe), codec.format(), 4, total) == (blow == 1)
+            with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=asked):
+                assert cuda.receive(payload, served, form, 4, total, ordered=ordered) == (blow == 1)
             torch.testing.assert_close(total, expected, equal_nan=True, **tolerance)
 
 

@@ -36,7 +36,7 @@ def all_gathered(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchan
     scale = step.rescale
     payload, up = end.uplink.send(g, codecs.uplink, step)
     received = yield AllGather(payload[0], "uplink")
-    mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)
+    mean = aggregate(received, codecs.uplink, end.dtype, scratch=g, ordered=True)
     delivered = mean if scale is None else mean * scale
     finite, limit = reference.is_finite(delivered), torch.finfo(g.dtype).max
     g.copy_(delivered.clamp(-limit, limit))

@@ -163,16 +163,17 @@ def _energies(vectors: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in vectors]).square()
 
 
-def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, scratch: Tensor) -> Tensor:
+def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, scratch: Tensor, ordered: bool = False) -> Tensor:
     """Decodes payloads ``[W, P]`` uint8, one of each worker, all for the same shard, to their mean ``[shard_size]``.
 
-    The mean has ``dtype``. It is built in ``scratch``, ``[numel]`` zeros, if dtype and size fit.
+    The mean has ``dtype``. It is built in ``scratch``, ``[numel]`` zeros, if dtype and size fit. If several ranks
+    compute it, it must be ``ordered``, so that they get the same bits.
     """
     fits = scratch.dtype == dtype and len(scratch) >= codec.universe
     total = scratch[: codec.universe] if fits else scratch.new_zeros(codec.universe, dtype=dtype)
     workers = len(payloads)
     divisor = workers if workers.bit_count() == 1 else 1  # dividing by a power of two first gives the same bits
-    if ops.receive(payloads, Layout(codec.universe), codec.format(), divisor, total) is None:
+    if ops.receive(payloads, Layout(codec.universe), codec.format(), divisor, total, ordered=ordered) is None:
         codec.check(payloads)
         index, value = codec.read(payloads, dtype)
         value = value / divisor

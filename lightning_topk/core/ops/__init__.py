@@ -110,19 +110,21 @@ def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool
 
 
 def receive(
-    payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor, scale: Tensor | None = None
-) -> Tensor | None:
+    payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor,
+    scale: Tensor | None = None, ordered: bool = False,
+) -> Tensor | None:  # fmt: skip
     """Decodes payloads, divides the values by ``divisor``, a power of two, and multiplies them by the loss ``scale``.
 
     Adds them to ``out`` ``[numel]`` or ``[parts, numel]``, contiguous. Row r of the payloads ``[R, P]`` uint8 belongs
     to shard r of the layout, and the rows after the last shard to the next part of ``out``; if the layout has one shard
-    and ``out`` one part, every row belongs to it. Rejects damaged payloads.
+    and ``out`` one part, every row belongs to it; rows are then added in order if ``ordered``, else in any order on a
+    GPU, where the last bits of a sum may differ each time. Rejects damaged payloads.
 
     Returns whether all values are finite, a scalar bool. Or None, without effect, if no function does all that: then
     decode and add, with the same result.
     """
     version = fast(out.device) if form.bits else None
-    return version.receive(payloads, layout, form, divisor, out, scale) if version is not None else None
+    return version.receive(payloads, layout, form, divisor, out, scale, ordered) if version is not None else None
 
 
 def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:

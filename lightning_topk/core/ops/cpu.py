@@ -47,9 +47,10 @@ def send(
 
 
 def receive(
-    payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor, scale: Tensor | None = None
-) -> Tensor | None:
-    """See :func:`lightning_topk.core.ops.receive`, for float32."""
+    payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor,
+    scale: Tensor | None = None, ordered: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """See :func:`lightning_topk.core.ops.receive`, for float32. It always adds in order."""
     if out.dtype != torch.float32:
         return None
     payloads = payloads.contiguous()

@@ -139,20 +139,21 @@ def _sampled(layout: Layout, k: int) -> tuple[int, int, int]:
 
 
 def receive(
-    payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor, scale: Tensor | None = None
-) -> Tensor | None:
+    payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor,
+    scale: Tensor | None = None, ordered: bool = False,
+) -> Tensor | None:  # fmt: skip
     """See :func:`lightning_topk.core.ops.receive`. A damaged payload fails an assertion on the device.
 
-    Workers' values for one vector are added by atomic operations in any order, so two runs may differ in the last
-    bit; one server alone computes each sum, so ranks do not. With ``torch.use_deterministic_algorithms``, one launch
-    for each worker fixes the order.
+    Workers' values for one vector are added by atomic operations in any order, so two runs may differ in the last bit.
+    Ranks do not if one server alone computes each sum. Where every rank does, it must be ``ordered``: one launch for
+    each worker fixes the order, as with ``torch.use_deterministic_algorithms``.
     """
     if out.dtype not in FLOATS or form.low > LOW or not _full_blocks(layout):
         return None
     payloads, rows = payloads.contiguous(), len(payloads)
     words, width = payloads.view(torch.int32), form.nbytes // 4
     by_shard = rows == layout.shards * (out.numel() // layout.numel)
-    ordered = torch.are_deterministic_algorithms_enabled() or out.dtype != torch.float32
+    ordered = ordered or torch.are_deterministic_algorithms_enabled() or out.dtype != torch.float32
     at_once = rows if by_shard or not ordered else 1
     begin = form.value_bytes - (-form.k * form.low // 8)
     size = form.value_bytes + form.index_bytes - begin
