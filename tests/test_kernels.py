@@ -241,6 +241,18 @@ def test_a_bucket_is_dealt_to_the_ranks_of_a_node_and_back_like_in_the_reference
     assert torch.equal(out.nan_to_num(7), x.nan_to_num(7))
 
 
+@on_a_device
+@pytest.mark.parametrize("dtype", RECEIVED)
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_bucket_is_marked_as_not_finite_like_in_the_reference(dtype, finite):
+    x, starts = given("normal", NUMEL)[0].to(dtype), torch.arange(0, NUMEL, 7, device=DEVICE)
+    condition, expected = torch.tensor([not finite, finite], device=DEVICE)[1], x.clone()
+    cuda.nan_unless_(x, starts, condition)
+    reference.nan_unless_(expected, starts, condition)
+    assert x[starts].isnan().all() == (not finite)
+    torch.testing.assert_close(x, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the paths of a GPU, and runs the programs of each launch in another order."""
     from triton.runtime.interpreter import interpreter_builder as builder

@@ -118,9 +118,7 @@ def _exchange_checked(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, appl
     outcome = yield from path(end, g, codecs, step)
     if own is not None:
         outcome = replace(outcome, norms=torch.stack([own, norm(g, loss, torch.float32)]))
-    if not ops.on_cpu(g) or not outcome.finite:
-        poison = torch.zeros_like(g[:1]).masked_fill_(~outcome.finite, torch.nan)
-        g.index_add_(0, end.starts, poison.expand(len(end.starts)))
+    ops.nan_unless_(g, end.starts, outcome.finite)
     return outcome
 
 

@@ -133,7 +133,7 @@ def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor,
     If ``x`` is not finite, every row begins with NaN, so that no rank sends its part. ``pieces`` are those of
     :class:`lightning_topk.core.endpoint.Endpoint`.
     """
-    version = _copies_parts(x)
+    version = _kernels_for(x)
     if version is not None:
         rows, bad = x.new_empty(parts.count, parts.numel), torch.zeros((), dtype=torch.bool, device=x.device)
         version.copy_parts(x, rows, pieces(), bad)
@@ -145,15 +145,20 @@ def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor,
 
 def join_parts(rows: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor, Tensor]], out: Tensor) -> None:
     """Inverse of :func:`split_parts`: overwrites ``out`` ``[numel]``."""
-    version = _copies_parts(out)
+    version = _kernels_for(out)
     if version is not None:
         version.copy_parts(out, rows, pieces())
     else:
         reference.join_parts(rows, parts, out)
 
 
-def _copies_parts(bucket: Tensor) -> Any | None:
-    """The version with a kernel that copies a bucket to and from parts, or None."""
+def nan_unless_(g: Tensor, starts: Tensor, condition: Tensor) -> None:
+    """Sets elements ``starts`` ``[n]`` int64 of a bucket ``[numel]`` to NaN unless the scalar ``condition`` holds."""
+    (_kernels_for(g) or reference).nan_unless_(g, starts, condition)
+
+
+def _kernels_for(bucket: Tensor) -> Any | None:
+    """The version with kernels for a bucket in its own dtype, or None."""
     known = not on_cpu(bucket) and bucket.itemsize <= 4 and bucket.is_contiguous()
     return fast(bucket.device) if known else None
 

@@ -17,6 +17,8 @@ workers. They read the gradient twice and the residual once, and write both once
     cumsum      of both
     add         values to the vector, unless the words have another sum than they should
 
+One more marks a bucket with NaN unless all that was delivered is finite.
+
 Each launch is the barrier for what the next one reads: within a launch no program reads what another one writes. CUDA
 graphs would cost the host less still, but hold addresses and sizes, which change with schedules and regrouped buckets.
 Sizes follow from integers that the host knows. If fewer than k entries of a shard reach the threshold, fewer are sent;
@@ -186,6 +188,12 @@ def copy_parts(bucket: Tensor, rows: Tensor, pieces: tuple[Tensor, Tensor], bad:
         kernels.copy_parts[len(pieces[0]), len(rows)](
             bucket, rows, rows if bad is None else bad, *pieces, rows.shape[1], bad is None, PIECE, num_warps=8, **EXACT
         )
+
+
+def nan_unless_(g: Tensor, starts: Tensor, condition: Tensor) -> None:
+    """Same as :func:`lightning_topk.core.ops.reference.nan_unless_`, in one launch."""
+    with torch.cuda.device_of(g):
+        kernels.nan_unless[(triton.cdiv(len(starts), SLOTS),)](g, starts, condition, len(starts), SLOTS, **EXACT)
 
 
 def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor | None, tables: dict[str, Any]) -> None:

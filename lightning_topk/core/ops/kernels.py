@@ -482,6 +482,14 @@ def copy_parts(bucket, rows, bad, owner, table, part, JOIN: tl.constexpr, TILE: 
         tl.store(bad, 1, mask=tl.max(found.to(tl.int32), axis=0) != 0)
 
 
+@launched
+def nan_unless(out, index, condition, count, TILE: tl.constexpr):
+    """Sets the elements of ``out`` at ``index`` ``[count]`` to NaN unless the scalar ``condition`` holds."""
+    slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    wanted = (slot < count) & (tl.load(condition) == 0)
+    tl.store(out + tl.load(index + slot, mask=wanted, other=0), float("nan"), mask=wanted)
+
+
 @triton.jit
 def _clamped(sums):
     """Clamps sums of finite numbers, which may have overflowed."""

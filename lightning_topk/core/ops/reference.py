@@ -100,6 +100,13 @@ def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
     return x.masked_fill_(~condition, 0)
 
 
+def nan_unless_(g: Tensor, starts: Tensor, condition: Tensor) -> None:
+    """Sets elements ``starts`` ``[n]`` int64 of ``g`` ``[numel]`` to NaN unless the scalar ``condition`` holds."""
+    if g.device.type != "cpu" or not condition:
+        poison = torch.zeros_like(g[:1]).masked_fill_(~condition, torch.nan)
+        g.index_add_(0, starts, poison.expand(len(starts)))
+
+
 def clamp_(x: Tensor) -> Tensor:
     """Clamps sums of finite numbers to the range of their dtype in place, and returns them: no residual overflows."""
     limit = torch.finfo(x.dtype).max
