@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import guards, ops
+from lightning_topk.core.endpoint import BucketPlan
+from lightning_topk.core.guards import AS_IS, Applied
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.ops import reference
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
@@ -83,7 +85,7 @@ class Launches(TorchDispatchMode):
         name = str(function).split(".")[1]
         returned = [each.alias_info for each in function._schema.returns]
         view = any(alias is not None and not alias.is_write for alias in returned)
-        if not view and "empty" not in name and not str(function).startswith("prim"):
+        if not view and "empty" not in name and name != "promote_types" and not str(function).startswith("prim"):
             self.names.append(name)
         return result
 
@@ -162,6 +164,20 @@ def test_an_exchange_on_a_gpu_waits_for_nothing_and_mixes_no_devices(fake, monke
     assert copies_of(TopKConfig(**{"ratio": 0.01, **settings}), **given) == []
 
 
+def launches_of(plan: BucketPlan, dtype: torch.dtype, scaled: bool, applied: Applied = AS_IS) -> Launches:
+    """The launches of an exchange of rank 0, except those of the first step."""
+    end, ranks = plan.endpoint(0, dtype, CUDA), (plan.workers, plan.local)
+    assert len(end.starts), "made once"
+    assert len(end.pieces)
+    scale = torch.full((), 2.0**16, device=CUDA) if scaled else None
+    g, reply = torch.empty(plan.numel, device=CUDA, dtype=dtype), None
+    path = guards.exchange(end, g, plan.codecs(selector=end.uplink.selector), scale=scale, applied=applied)
+    with Launches() as launches, contextlib.suppress(StopIteration):
+        while True:
+            reply = reply_to(path.send(reply), 0, *ranks)
+    return launches
+
+
 @pytest.mark.parametrize("parameters", [1, 300])
 @pytest.mark.parametrize("row", json.loads(COUNTED.read_text()), ids=lambda row: " ".join([*row.values()][:4]))
 def test_an_exchange_takes_the_launches_in_the_guide_however_many_parameters_there_are(
@@ -172,18 +188,19 @@ def test_an_exchange_takes_the_launches_in_the_guide_however_many_parameters_the
     config = TopKConfig(topology=row["topology"], bidirectional=row["topology"] != "allgather", **{name: float(amount)})
     nodes, local = (int(each) for each in row["nodes x ranks"].split(" x "))
     dtype, scaled = getattr(torch, row["dtype"].split(",")[0]), row["dtype"].endswith("scaled")
-    plan = plan_bucket(config, [25_000_000 // parameters] * parameters, nodes * local, local, dtype.itemsize)
-    end = plan.endpoint(0, dtype, CUDA)
-    assert len(end.starts), "made once"
-    assert len(end.pieces)
-    scale = torch.full((), 2.0**16, device=CUDA) if scaled else None
-    g, reply = torch.empty(plan.numel, device=CUDA, dtype=dtype), None
-    path = guards.exchange(end, g, plan.codecs(selector=end.uplink.selector), scale=scale)
-    with Launches() as launches, contextlib.suppress(StopIteration):
-        while True:
-            reply = reply_to(path.send(reply), 0, nodes * local, local)
+    sizes = [25_000_000 // parameters] * parameters
+    launches = launches_of(plan_bucket(config, sizes, nodes * local, local, dtype.itemsize), dtype, scaled)
     assert launches.count() == row["launches"], f"enter this into {COUNTED}"
     assert not {"topk", "sort", "count_nonzero"} & {*launches.names}
+
+
+@pytest.mark.parametrize(("scaled", "rate", "more"), [(False, 1, 7), (True, 1, 10), (False, 0.5, 9), (True, 0.5, 11)])
+def test_what_an_optimizer_applies_takes_the_launches_in_the_guide(fake, monkeypatch, scaled, rate, more):
+    monkeypatch.setattr(ops, "fast", lambda device: fake)
+    plan = plan_bucket(TopKConfig(saving=50), [25_000_000], 4, 1)
+    applied = Applied(rate, torch.zeros(2, device=CUDA))
+    without, launches = (launches_of(plan, torch.float32, scaled, each).count() for each in (AS_IS, applied))
+    assert launches == without + more
 
 
 STEPS = {

@@ -125,17 +125,15 @@ def _exchange_checked(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, appl
 def _as_applied(g: Tensor, step: Step, applied: Applied, own: Tensor | None) -> tuple[Step, Tensor | None]:
     """The step whose scales make the residual hold what dense training would apply; and the norm after clipping."""
     rate, clip = applied
-    scale = rescale = None
+    scale = step.scale
     if rate != 1:
-        scale = rescale = torch.full((), 1 / rate, dtype=torch.float32, device=g.device)
+        scale = torch.full((), 1 / rate, dtype=torch.float32, device=g.device) if scale is None else scale * (1 / rate)
+    rescale = scale
     if own is not None and clip is not None:
         excess = torch.hypot(own * clip[0], clip[1]).clamp_(min=1)
         if not ops.on_cpu(g) or excess != 1:  # usually 1: then a CPU saves a pass over the gradient
             own = own / excess
             scale = excess if scale is None else scale * excess
-    if step.scale is not None:
-        scale = step.scale if scale is None else scale * step.scale
-        rescale = step.scale if rescale is None else rescale * step.scale
     return replace(step, scale=scale, rescale=rescale), own
 
 
