@@ -170,13 +170,13 @@ def test_nothing_is_lost_whatever_the_dtypes_of_parameters_and_reductions(rank, 
     assert (kinds, members) == ({dtype}, {policy.get("reduce_dtype", dtype)})
 
 
-def learned(net: nn.Module, rank: int, clip: bool, kind: type[torch.optim.Optimizer]) -> Tensor:
-    """Weights after some steps of two backward passes each, the first of them without reduction."""
+def learned(net: nn.Module, rank: int, wait: str, clip: bool, kind: type[torch.optim.Optimizer]) -> Tensor:
+    """Weights after some steps of two backward passes each, the first of them without the exchange."""
     optimizer = kind(net.parameters(), lr=0.01)
     for step in range(6):
         optimizer.zero_grad()
         for part in (0, 1):
-            net.set_requires_gradient_sync(part == 1)
+            getattr(net, wait)(part == 1)
             (loss_of(net, rank, 2 * step + part, branch=step % 3 != 2) / 2).backward()
         if clip:
             nn.utils.clip_grad_norm_(net.parameters(), 0.5)
@@ -184,6 +184,7 @@ def learned(net: nn.Module, rank: int, clip: bool, kind: type[torch.optim.Optimi
     return weights(net)
 
 
+@pytest.mark.parametrize("wait", ["set_requires_gradient_sync", "set_requires_all_reduce"])
 @pytest.mark.parametrize(
     ("options", "clip", "kind", "factor"),
     [
@@ -193,7 +194,7 @@ def learned(net: nn.Module, rank: int, clip: bool, kind: type[torch.optim.Optimi
     ],
 )
 @on_ranks(4)
-def test_with_everything_sent_a_model_learns_as_with_hybrid_sharding(rank, world, options, clip, kind, factor):
+def test_with_everything_sent_a_model_learns_as_with_hybrid_sharding(rank, world, wait, options, clip, kind, factor):
     def make(mesh: DeviceMesh) -> nn.Module:
         net = sharded(Net(empty=False), mesh, **options)
         for part in (net, net.first, net.branch) if factor else ():
@@ -201,8 +202,84 @@ def test_with_everything_sent_a_model_learns_as_with_hybrid_sharding(rank, world
             part.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before summing
         return net
 
-    state = as_hybrid(make, partial(learned, rank=rank, clip=clip, kind=kind))
+    state = as_hybrid(make, partial(learned, rank=rank, wait=wait, clip=clip, kind=kind))
     assert state.steps == 6, "accumulated gradients are exchanged once"
+
+
+@pytest.mark.parametrize(("dtype", "atol", "rtol"), [(torch.float32, 1e-6, 1e-5), (torch.float16, 5e-4, 0.01)])
+@on_ranks(4)
+def test_shards_accumulate_as_with_hybrid_sharding(rank, world, dtype, atol, rtol):
+    """Also where some were exchanged before, and if a module is left out when the others are exchanged."""
+
+    def train(net: nn.Module) -> Tensor:
+        seen = []
+        for step, exchanges in enumerate([False, False, True, True, False, True]):
+            net.set_requires_all_reduce(exchanges)
+            loss_of(net, rank, step, branch=step != 2).backward()
+            seen.append(gradient(net))
+            assert (step < 2) == all(p.grad is None for p in net.parameters())
+        return torch.stack(seen)
+
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    state = as_hybrid(lambda mesh: sharded(Net(empty=False), mesh, mp_policy=policy), train, atol=atol, rtol=rtol)
+    assert state.steps == 3
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this FSDP2 cannot continue")
+@on_ranks(4)
+def test_a_reset_after_a_failed_pass_drops_accumulated_shards_as_with_hybrid_sharding(rank, world):
+    def fail(grad: Tensor) -> None:
+        raise KeyError("of the user")
+
+    def train(net: nn.Module) -> Tensor:
+        net.set_requires_all_reduce(False)
+        loss_of(net, rank, 0).backward()
+        x = batch(rank, 1).requires_grad_()
+        x.register_hook(fail)
+        with pytest.raises(KeyError):
+            net(x).square().mean().backward()
+        net.reset_iter_state()
+        net.zero_grad()
+        loss_of(net, rank, 2).backward()
+        net.set_requires_all_reduce(True)
+        loss_of(net, rank, 3).backward()
+        return gradient(net)
+
+    as_hybrid(lambda mesh: sharded(Net(empty=False), mesh), train)
+
+
+@on_ranks(4)
+def test_accumulated_shards_are_delivered_or_stay_in_residuals(rank, world):
+    net, state = made(2, 2)
+    alone, total, computed = Net(empty=False), 0, 0
+    for step in range(8):
+        computed = computed + mean_over_ranks(ranks.local_gradient(alone, net, rank, step))
+        net.set_requires_all_reduce(step % 4 == 3)
+        loss_of(net, rank, step).backward()
+        if step % 4 == 3:
+            total = total + gradient(net).double()
+            net.zero_grad()
+    left = undelivered(state, net)
+    assert state.steps == 2
+    assert left.any()
+    torch.testing.assert_close(total + left, computed, atol=1e-5, rtol=1e-5)
+
+
+@on_ranks(4)
+def test_shards_of_different_parameters_do_not_accumulate_nor_with_hybrid_sharding(rank, world):
+    mesh, said = mesh_of(2, 2), []
+    for first, second in [("scale", "last.bias"), ("last.bias", "scale")]:
+        hybrid, (net, _) = sharded(Net(empty=False), mesh), made(2, 2)
+        for each in (hybrid, net):
+            each.set_requires_all_reduce(False)
+            each.get_parameter(first).requires_grad_(False)
+            loss_of(each, rank, 0).backward()
+            each.reshard()
+            each.set_requires_all_reduce(True)
+            each.get_parameter(first).requires_grad_(True)
+            each.get_parameter(second).requires_grad_(False)
+            said.append(ranks.refusal(loss_of(each, rank, 1).backward))
+    assert ranks.unsaid(zip(["must match", "gave gradients to different parameters"] * 2, said, strict=True)) == []
 
 
 @on_ranks(4)
@@ -416,8 +493,6 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
     tied[1].weight = tied[0].weight
     state = attach(fully_shard(tied, mesh=inside), process_group=between, ratio=0.1, dense_parameters="1.weight")
     assert "0.weight" not in {state.names[p] for p in state.buckets.compressed}
-    taken.set_requires_all_reduce(False)
-    said.append(("use set_requires_gradient_sync(False)", ranks.refusal(loss_of(taken, rank, 0).backward)))
     assert ranks.unsaid(said) == []
 
 
