@@ -565,6 +565,36 @@ def test_momentum_of_shards_stands_still_where_nothing_is_delivered(rank, world)
         assert (look(p)[0] != before[p][0])[~still].all()
 
 
+def stepped(rank: int, in_backward: bool) -> Tensor:
+    """Weights after steps of an optimizer for each parameter, as soon as its gradient arrives or after backward."""
+    optimizers: dict[Tensor, torch.optim.Optimizer] = {}
+    net, _ = made(
+        2, 2, ratio=lambda step: 1.0 if step == 2 else 0.1, wire="fp32", dense_parameters="*.bias",
+        optimizer=lambda: [*optimizers.values()],
+    )  # fmt: skip
+
+    def step(p: Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in net.parameters():
+        optimizers[p] = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+        if in_backward:
+            p.register_post_accumulate_grad_hook(step)
+    for number in range(5):
+        loss_of(net, rank, number).backward()
+        for p in () if in_backward else net.parameters():
+            step(p)
+    return weights(net)
+
+
+@on_ranks(4)
+def test_optimizers_in_backward_step_as_after_it(rank, world):
+    """Also if one pass delivers everything, which torch steps as it is."""
+    expected, found = stepped(rank, False), stepped(rank, True)
+    assert torch.equal(found, expected)
+
+
 def trained(rank: int, **settings: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
     """A net on two nodes of two ranks after three steps, its state, and rank 0's entry for a checkpoint file."""
     net, state = made(2, 2, **settings)
