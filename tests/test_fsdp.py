@@ -565,6 +565,52 @@ def test_momentum_of_shards_stands_still_where_nothing_is_delivered(rank, world)
         assert (look(p)[0] != before[p][0])[~still].all()
 
 
+@on_ranks(4)
+def test_each_gradient_of_shards_counts_at_the_rate_of_its_step(rank, world):
+    """Weights and biases, which share buckets, have schedules of their own, one a warm-up, a decay and a restart."""
+    net, state = made(2, 2, optimizer=lambda: [optimizer])
+    parameters, alone = dict(net.named_parameters()), Net(empty=False)
+    biases = [p for name, p in parameters.items() if name.endswith("bias")]
+    others = [p for name, p in parameters.items() if not name.endswith("bias")]
+    optimizer = torch.optim.SGD([{"params": others}, {"params": biases}], lr=0.05)
+    factors = [0.01, 0.1, 1.0, 1.0, 0.5, 0.005, 1.0, 1.0], [1.0, 1.0, 0.3, 0.3, 0.2, 0.1, 0.1, 0.1]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [own.__getitem__ for own in factors])
+
+    def by_entry(values: dict[str, float]) -> Tensor:
+        return torch.cat([torch.full((p.numel(),), values[name]).double() for name, p in parameters.items()])
+
+    computed = received = 0
+    for step in range(7):
+        own = mean_over_ranks(ranks.local_gradient(alone, net, rank, step))
+        ranks.train(net, rank, (step,))
+        rate = {name: optimizer.param_groups[name.endswith("bias")]["lr"] for name in parameters}
+        computed, received = computed + by_entry(rate) * own, received + by_entry(rate) * gradient(net).double()
+        optimizer.step()
+        scheduler.step()
+    units = state.residuals.units(state.optimizers.rates)
+    left = undelivered(state, net) * by_entry({state.names[member]: unit.rate for member, unit in units.items()})
+    assert left.norm() > 0.1 * received.norm(), "something waits"
+    torch.testing.assert_close(received + left, computed, atol=1e-6, rtol=1e-4)
+
+
+@on_ranks(4)
+def test_clipping_by_the_norm_of_all_shards_shows_on_each(rank, world):
+    net, state = made(2, 2, optimizer=lambda: [optimizer])
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+    for step in range(8):
+        ranks.train(net, rank, (step,))
+        nn.utils.clip_grad_norm_(net.parameters(), 1e-2)
+        optimizer.step()
+        scheduler.step()
+    state.optimizers._clipping.begin_pass()
+    norm, _, evidence = limit = state.optimizers._clipping._limit
+    same = alike(limit)
+    torch.testing.assert_close(float(norm), 1e-2, atol=0, rtol=0.01)
+    assert evidence > 0
+    assert same
+
+
 def stepped(rank: int, in_backward: bool) -> Tensor:
     """Weights after steps of an optimizer for each parameter, as soon as its gradient arrives or after backward."""
     optimizers: dict[Tensor, torch.optim.Optimizer] = {}
