@@ -170,13 +170,13 @@ def test_nothing_is_lost_whatever_the_dtypes_of_parameters_and_reductions(rank, 
     assert (kinds, members) == ({dtype}, {policy.get("reduce_dtype", dtype)})
 
 
-def learned(net: nn.Module, rank: int, clip: bool, kind: type[torch.optim.Optimizer]) -> Tensor:
-    """Weights after some steps of two backward passes each, the first of them without reduction."""
+def learned(net: nn.Module, rank: int, wait: str, clip: bool, kind: type[torch.optim.Optimizer]) -> Tensor:
+    """Weights after some steps of two backward passes each, the first of them without the exchange."""
     optimizer = kind(net.parameters(), lr=0.01)
     for step in range(6):
         optimizer.zero_grad()
         for part in (0, 1):
-            net.set_requires_gradient_sync(part == 1)
+            getattr(net, wait)(part == 1)
             (loss_of(net, rank, 2 * step + part, branch=step % 3 != 2) / 2).backward()
         if clip:
             nn.utils.clip_grad_norm_(net.parameters(), 0.5)
@@ -184,6 +184,7 @@ def learned(net: nn.Module, rank: int, clip: bool, kind: type[torch.optim.Optimi
     return weights(net)
 
 
+@pytest.mark.parametrize("wait", ["set_requires_gradient_sync", "set_requires_all_reduce"])
 @pytest.mark.parametrize(
     ("options", "clip", "kind", "factor"),
     [
@@ -193,7 +194,7 @@ def learned(net: nn.Module, rank: int, clip: bool, kind: type[torch.optim.Optimi
     ],
 )
 @on_ranks(4)
-def test_with_everything_sent_a_model_learns_as_with_hybrid_sharding(rank, world, options, clip, kind, factor):
+def test_with_everything_sent_a_model_learns_as_with_hybrid_sharding(rank, world, wait, options, clip, kind, factor):
     def make(mesh: DeviceMesh) -> nn.Module:
         net = sharded(Net(empty=False), mesh, **options)
         for part in (net, net.first, net.branch) if factor else ():
@@ -201,8 +202,84 @@ def test_with_everything_sent_a_model_learns_as_with_hybrid_sharding(rank, world
             part.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before summing
         return net
 
-    state = as_hybrid(make, partial(learned, rank=rank, clip=clip, kind=kind))
+    state = as_hybrid(make, partial(learned, rank=rank, wait=wait, clip=clip, kind=kind))
     assert state.steps == 6, "accumulated gradients are exchanged once"
+
+
+@pytest.mark.parametrize(("dtype", "atol", "rtol"), [(torch.float32, 1e-6, 1e-5), (torch.float16, 5e-4, 0.01)])
+@on_ranks(4)
+def test_shards_accumulate_as_with_hybrid_sharding(rank, world, dtype, atol, rtol):
+    """Also where some were exchanged before, and if a module is left out when the others are exchanged."""
+
+    def train(net: nn.Module) -> Tensor:
+        seen = []
+        for step, exchanges in enumerate([False, False, True, True, False, True]):
+            net.set_requires_all_reduce(exchanges)
+            loss_of(net, rank, step, branch=step != 2).backward()
+            seen.append(gradient(net))
+            assert (step < 2) == all(p.grad is None for p in net.parameters())
+        return torch.stack(seen)
+
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    state = as_hybrid(lambda mesh: sharded(Net(empty=False), mesh, mp_policy=policy), train, atol=atol, rtol=rtol)
+    assert state.steps == 3
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this FSDP2 cannot continue")
+@on_ranks(4)
+def test_a_reset_after_a_failed_pass_drops_accumulated_shards_as_with_hybrid_sharding(rank, world):
+    def fail(grad: Tensor) -> None:
+        raise KeyError("of the user")
+
+    def train(net: nn.Module) -> Tensor:
+        net.set_requires_all_reduce(False)
+        loss_of(net, rank, 0).backward()
+        x = batch(rank, 1).requires_grad_()
+        x.register_hook(fail)
+        with pytest.raises(KeyError):
+            net(x).square().mean().backward()
+        net.reset_iter_state()
+        net.zero_grad()
+        loss_of(net, rank, 2).backward()
+        net.set_requires_all_reduce(True)
+        loss_of(net, rank, 3).backward()
+        return gradient(net)
+
+    as_hybrid(lambda mesh: sharded(Net(empty=False), mesh), train)
+
+
+@on_ranks(4)
+def test_accumulated_shards_are_delivered_or_stay_in_residuals(rank, world):
+    net, state = made(2, 2)
+    alone, total, computed = Net(empty=False), 0, 0
+    for step in range(8):
+        computed = computed + mean_over_ranks(ranks.local_gradient(alone, net, rank, step))
+        net.set_requires_all_reduce(step % 4 == 3)
+        loss_of(net, rank, step).backward()
+        if step % 4 == 3:
+            total = total + gradient(net).double()
+            net.zero_grad()
+    left = undelivered(state, net)
+    assert state.steps == 2
+    assert left.any()
+    torch.testing.assert_close(total + left, computed, atol=1e-5, rtol=1e-5)
+
+
+@on_ranks(4)
+def test_shards_of_different_parameters_do_not_accumulate_nor_with_hybrid_sharding(rank, world):
+    mesh, said = mesh_of(2, 2), []
+    for first, second in [("scale", "last.bias"), ("last.bias", "scale")]:
+        hybrid, (net, _) = sharded(Net(empty=False), mesh), made(2, 2)
+        for each in (hybrid, net):
+            each.set_requires_all_reduce(False)
+            each.get_parameter(first).requires_grad_(False)
+            loss_of(each, rank, 0).backward()
+            each.reshard()
+            each.set_requires_all_reduce(True)
+            each.get_parameter(first).requires_grad_(True)
+            each.get_parameter(second).requires_grad_(False)
+            said.append(ranks.refusal(loss_of(each, rank, 1).backward))
+    assert ranks.unsaid(zip(["must match", "gave gradients to different parameters"] * 2, said, strict=True)) == []
 
 
 @on_ranks(4)
@@ -416,8 +493,6 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
     tied[1].weight = tied[0].weight
     state = attach(fully_shard(tied, mesh=inside), process_group=between, ratio=0.1, dense_parameters="1.weight")
     assert "0.weight" not in {state.names[p] for p in state.buckets.compressed}
-    taken.set_requires_all_reduce(False)
-    said.append(("use set_requires_gradient_sync(False)", ranks.refusal(loss_of(taken, rank, 0).backward)))
     assert ranks.unsaid(said) == []
 
 
@@ -488,6 +563,82 @@ def test_momentum_of_shards_stands_still_where_nothing_is_delivered(rank, world)
         assert still.any() or "weight" not in name
         assert torch.equal(look(p)[:, still], before[p][:, still])
         assert (look(p)[0] != before[p][0])[~still].all()
+
+
+@on_ranks(4)
+def test_each_gradient_of_shards_counts_at_the_rate_of_its_step(rank, world):
+    """Weights and biases, which share buckets, have schedules of their own, one a warm-up, a decay and a restart."""
+    net, state = made(2, 2, optimizer=lambda: [optimizer])
+    parameters, alone = dict(net.named_parameters()), Net(empty=False)
+    biases = [p for name, p in parameters.items() if name.endswith("bias")]
+    others = [p for name, p in parameters.items() if not name.endswith("bias")]
+    optimizer = torch.optim.SGD([{"params": others}, {"params": biases}], lr=0.05)
+    factors = [0.01, 0.1, 1.0, 1.0, 0.5, 0.005, 1.0, 1.0], [1.0, 1.0, 0.3, 0.3, 0.2, 0.1, 0.1, 0.1]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [own.__getitem__ for own in factors])
+
+    def by_entry(values: dict[str, float]) -> Tensor:
+        return torch.cat([torch.full((p.numel(),), values[name]).double() for name, p in parameters.items()])
+
+    computed = received = 0
+    for step in range(7):
+        own = mean_over_ranks(ranks.local_gradient(alone, net, rank, step))
+        ranks.train(net, rank, (step,))
+        rate = {name: optimizer.param_groups[name.endswith("bias")]["lr"] for name in parameters}
+        computed, received = computed + by_entry(rate) * own, received + by_entry(rate) * gradient(net).double()
+        optimizer.step()
+        scheduler.step()
+    units = state.residuals.units(state.optimizers.rates)
+    left = undelivered(state, net) * by_entry({state.names[member]: unit.rate for member, unit in units.items()})
+    assert left.norm() > 0.1 * received.norm(), "something waits"
+    torch.testing.assert_close(received + left, computed, atol=1e-6, rtol=1e-4)
+
+
+@on_ranks(4)
+def test_clipping_by_the_norm_of_all_shards_shows_on_each(rank, world):
+    net, state = made(2, 2, optimizer=lambda: [optimizer])
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+    for step in range(8):
+        ranks.train(net, rank, (step,))
+        nn.utils.clip_grad_norm_(net.parameters(), 1e-2)
+        optimizer.step()
+        scheduler.step()
+    state.optimizers._clipping.begin_pass()
+    norm, _, evidence = limit = state.optimizers._clipping._limit
+    same = alike(limit)
+    torch.testing.assert_close(float(norm), 1e-2, atol=0, rtol=0.01)
+    assert evidence > 0
+    assert same
+
+
+def stepped(rank: int, in_backward: bool) -> Tensor:
+    """Weights after steps of an optimizer for each parameter, as soon as its gradient arrives or after backward."""
+    optimizers: dict[Tensor, torch.optim.Optimizer] = {}
+    net, _ = made(
+        2, 2, ratio=lambda step: 1.0 if step == 2 else 0.1, wire="fp32", dense_parameters="*.bias",
+        optimizer=lambda: [*optimizers.values()],
+    )  # fmt: skip
+
+    def step(p: Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in net.parameters():
+        optimizers[p] = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+        if in_backward:
+            p.register_post_accumulate_grad_hook(step)
+    for number in range(5):
+        loss_of(net, rank, number).backward()
+        for p in () if in_backward else net.parameters():
+            step(p)
+    return weights(net)
+
+
+@on_ranks(4)
+def test_optimizers_in_backward_step_as_after_it(rank, world):
+    """Also if one pass delivers everything, which torch steps as it is."""
+    expected, found = stepped(rank, False), stepped(rank, True)
+    assert torch.equal(found, expected)
 
 
 def trained(rank: int, **settings: Any) -> tuple[nn.Module, Any, dict[str, Any]]:

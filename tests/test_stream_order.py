@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_topk.adapters import ddp
 from lightning_topk.adapters.fsdp import hook
+from lightning_topk.adapters.fsdp.param_groups import ParamGroup
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.runtime import collectives as drive
@@ -161,11 +162,14 @@ def test_all_that_streams_share_is_ordered_and_freed_in_time(gpu, monkeypatch, t
 class Shards:
     """A parameter group of FSDP2, whose gradient is computed on the caller's stream."""
 
+    accumulate_, add_accumulated_, end_pass = ParamGroup.accumulate_, ParamGroup.add_accumulated_, ParamGroup.end_pass
+
     def __init__(self, gpu: Gpu, number: int) -> None:
         self.members = [torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in SIZES[number : number + 2]]
         self.names = {member: f"{number}.{place}" for place, member in enumerate(self.members)}
         self.proxies, self.trained = dict(self.names), self.members
-        self.skips_all_reduce = self.user_divides = False
+        self.user_divides, self.exchanges, self._waiting, self._without = False, True, ((), None), []
+        self._group = mock.Mock(_partial_reduce_output=None)
         self.stream, self.device = gpu.current, CUDA
         self.bucket = lambda g: tuple(self.members)
         sharded = {member: mock.Mock(device_mesh=torch.empty(()), placements=()) for member in self.members}
@@ -188,16 +192,20 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
     with fake, gpu:
         state.learn_names()
         hooks, state.telemetry.timing = state.lane(CUDA).stream, True
-        for _ in range(3):
+        for number in range(4):
             for unit in units:
+                unit.exchanges = number != 1
                 g = torch.empty(sum(member.numel() for member in unit.members), device=CUDA)
                 g.add_(1.0)
                 hooks.wait_stream(gpu.current)
                 with gpu.on(hooks):
                     state.exchange_shard(unit, g)
+                unit._group._partial_reduce_output = None
                 torch.zeros(64, device=CUDA)  # backward continues and allocates memory
             gpu.current.wait_stream(hooks)
             g.add_(1.0)  # FSDP copies it to the parameters
+            for unit in units:
+                unit.end_pass()
             state._backward_ended()
         report = state.report()
         exchanges, ready = report.timings[-1]

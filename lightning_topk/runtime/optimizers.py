@@ -68,7 +68,7 @@ class Optimizers:
         self._first_group: dict[int, int] = {}  # by id of an optimizer, the number of its first group in `rates`
         self._same = True  # whether the ranks' optimizers have the same parameters
         self.adapted: Collection[Tensor] = ()
-        """Parameters that the last pass compressed."""
+        """Parameters that the last pass compressed, or will compress if it has not ended."""
         self._count = 0  # parameters that the watched optimizers update
         self._elsewhere: set[str] = set()  # parameters that only other ranks' optimizers had at attach
 
@@ -110,6 +110,7 @@ class Optimizers:
         """Begins a backward pass that is exchanged."""
         self.sync()
         self.watch.begin_pass()
+        self.adapted = self.watch.compressed
         if self.rates is not None:
             now = tuple(rate_of(group) for each in self._now() for group in each.param_groups)
             if len(now) != len(self.rates.now):
@@ -118,6 +119,11 @@ class Optimizers:
                 self.rates = self.rates._replace(now=now)
         if self._clipping is not None:
             self._clipping.begin_pass()
+
+    def expect(self, bucket: Bucket, step: int, epoch: int) -> None:
+        """Expects the delivery of a bucket: with FSDP2, an optimizer may step its parameters before the pass ends."""
+        if self._buckets.delivers_everything(bucket, step, epoch):
+            self.adapted = frozenset(self.adapted).difference(self._parameters_of(bucket))
 
     def clip_of(self, bucket: Bucket, device: torch.device) -> Tensor | None:
         """The user's clipping, see :class:`lightning_topk.core.guards.Applied`; None if no optimizer is known."""
@@ -169,13 +175,6 @@ class Optimizers:
         self._find_groups(now)
         if now and self._config.compresses:
             self._warn_of_idle({p for each in now for p in parameters_of(each)}, compressed)
-
-    def end_pass(self, buckets: Sequence[Bucket], step: int, epoch: int) -> None:
-        """Ends a backward pass that exchanged these buckets."""
-        every, compressed = self._buckets.delivers_everything, self._buckets.compressed
-        dense = frozenset(m for bucket in buckets if every(bucket, step, epoch) for m in bucket)
-        self.adapted = self._parameters_of(compressed - dense if dense else compressed)
-        self.watch.end_pass()
 
     def close(self) -> None:
         """Stops adapting and watching the optimizers."""

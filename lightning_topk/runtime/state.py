@@ -138,6 +138,7 @@ class HookState:
         if now is None:
             raise RuntimeError("exchange was called outside a pass: call begin_pass before its first gradient.")
         now.buckets.append(bucket)
+        self.optimizers.expect(bucket, now.step, now.epoch)
         clip = self.optimizers.clip_of(bucket, gradient.device)
         if clip is not None and lane.stream is not None:
             clip.record_stream(lane.stream)
@@ -159,7 +160,7 @@ class HookState:
         self.telemetry.end_pass(now)
         same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in self.last_buckets]
         self._unchanged = self._unchanged + 1 if same else 0
-        self.optimizers.end_pass(buckets, now.step, now.epoch)
+        self.optimizers.watch.end_pass()
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if not (same and self.buckets.settled):
             self.buckets.settle(buckets)

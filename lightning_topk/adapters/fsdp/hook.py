@@ -88,9 +88,16 @@ class ShardState(HookState):
     def exchange_shard(self, group: ParamGroup, g: Tensor) -> None:
         """FSDP's hook: exchanges this rank's shard of a gradient between the replicas; see :meth:`exchange`.
 
-        ``g`` ``[elements]`` is the mean over the node, and becomes the mean that all replicas agree on.
+        ``g`` ``[elements]`` is the mean over the node, and becomes the mean that all replicas agree on. After
+        ``set_requires_all_reduce(False)`` it is kept for the next exchange, as with HSDP.
         """
         bucket = group.bucket(g)
+        if g.is_cuda:
+            g.record_stream(torch.cuda.current_stream(g.device))  # torch 2.9 may free it while the hook's stream works
+        if not group.exchanges:
+            group.accumulate_(bucket, g)
+            return
+        group.add_accumulated_(bucket, g)
         if self.current and not set(bucket).isdisjoint(p for earlier in self.current.buckets for p in earlier):
             self._backward_ended()  # an earlier pass failed
         if self.current is None:
@@ -102,8 +109,6 @@ class ShardState(HookState):
             self._agreed.add(bucket)
         if group.user_divides:
             g.mul_(self.world)
-        if g.is_cuda:
-            g.record_stream(torch.cuda.current_stream(g.device))  # torch 2.9 may free it while the hook's stream works
         # On CPU backward waits for the hook. On CUDA it continues, and ends at the last of these marks.
         if self.telemetry.timing and group.stream is not None:
             with torch.cuda.stream(group.stream):
@@ -158,6 +163,8 @@ class ShardState(HookState):
     def root_ended(self) -> None:
         """FSDP has ended a backward pass, of this model or of another one."""
         if self.groups is not None and not any(group.in_backward for group in self._param_groups):
+            for group in self._param_groups:
+                group.end_pass()
             self._backward_ended()
 
     def _backward_ended(self) -> None:

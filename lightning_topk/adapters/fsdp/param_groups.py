@@ -51,6 +51,8 @@ class ParamGroup:
         self.device: torch.device = group.device  # on which gradients are reduced
         self.stream: torch.cuda.Stream | None = None  # on a GPU, on which the last gradient was computed
         self._used: set[Any] = set()  # parameters with a gradient that is not reduced yet
+        self._waiting: tuple[Bucket, Tensor | None] = (), None  # accumulated in this pass, instead of an exchange
+        self._without: list[DTensor] = []  # sharded parameters whose gradients are zeros in its place, and were None
         self.watches: list[RemovableHandle] = []  # to remove when the state is closed
 
     def sharded(self, proxy: Tensor) -> DTensor:
@@ -82,11 +84,6 @@ class ParamGroup:
 
         ``g`` ``[elements]`` is this rank's shard of the gradient. Refuses a size that fits neither.
         """
-        if self._group.reduce_grads and not self._group.all_reduce_grads:
-            raise RuntimeError(
-                "set_requires_all_reduce(False) skips the exchange, and the replicas would diverge. To accumulate "
-                "gradients, use set_requires_gradient_sync(False)."
-            )
         parameters = self._group.fsdp_params
         order = getattr(self._group, "_reduce_scatter_param_indices", None)  # torch 2.15 sorts them by dtype
         ordered = parameters if order is None else [parameters[number] for number in order]
@@ -102,6 +99,40 @@ class ParamGroup:
             f"have {sum(each.numel() for each in trained)}. If parameters were replaced since attach, close the state "
             "and attach again. If they were frozen or unfrozen, do that before the forward pass."
         )
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether gradients are exchanged now: not after ``set_requires_all_reduce(False)``."""
+        return bool(self._group.all_reduce_grads)
+
+    def accumulate_(self, bucket: Bucket, g: Tensor) -> None:
+        """Keeps a gradient that is not exchanged, added to those before, and gives FSDP zeros in its place."""
+        self.add_accumulated_(bucket, g)
+        self._waiting = bucket, g.clone()
+        sharded = map(self.sharded, bucket)
+        self._without = [parameter for parameter in sharded if parameter.grad is None]
+        g.zero_()
+
+    def add_accumulated_(self, bucket: Bucket, g: Tensor) -> None:
+        """Adds the gradients of earlier passes that were not exchanged to this one."""
+        earlier = self._group._partial_reduce_output  # FSDP forgets it when the hook has returned
+        if earlier is None:
+            return
+        if set(self._waiting[0]) != set(bucket):
+            raise RuntimeError(
+                f"backward passes gave gradients to different parameters of {self}, so their shards cannot be "
+                "accumulated. Use the same parameters in each, call set_reduce_scatter_unused_params(True) on the "
+                "FSDP modules (torch 2.15 and later), or accumulate with set_requires_gradient_sync(False)."
+            )
+        g.add_(earlier)
+
+    def end_pass(self) -> None:
+        """Hands FSDP what was accumulated, where HSDP has it and ``reset_iter_state`` drops it, and removes zeros."""
+        bucket, accumulated = self._waiting
+        if accumulated is not None:
+            self._group._partial_reduce_output, self._waiting = accumulated, (bucket, None)
+        while self._without:
+            self._without.pop().grad = None
 
     @property
     def user_divides(self) -> bool:
