@@ -60,6 +60,11 @@ class Rates(NamedTuple):
     now: tuple[float, ...]
     last: tuple[float, ...]  # in the last step that was taken
 
+    @property
+    def stepped(self) -> bool:
+        """Whether any step was taken."""
+        return any(self.last)
+
     def of(self, member: Tensor) -> Unit:
         """The rate of a member of a bucket in this pass; in the last step if it is 0 now, as nothing is applied."""
         group = self.group_of.get(member)

@@ -130,7 +130,7 @@ class Residuals:
         ratios, largest = [], max(range(len(parameters)), key=end.plan.parts.sizes.__getitem__)
         for p in parameters:
             kept = self._kept[p]
-            if not kept.unit.rate:
+            if not kept.unit.rate and rates.stepped:
                 kept.unit = rates.in_last_step(p)
             ratios.append(rates.of(p).over(kept.unit))
         main = ratios[largest] or 1.0
