@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
 from collections.abc import Sequence
@@ -83,13 +84,22 @@ def make_module(model: str | None = None, module: str | None = None) -> nn.Modul
         folder, _, name = str(module).rpartition(".")
         made = getattr(importlib.import_module(folder), name)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        needs = "Install torchvision, and see torchvision.models.list_models()."
-        if model is None:
-            needs = "It must be importable, and callable without arguments."
+        needs = "It must be importable, and callable without arguments."
+        if model is not None:
+            needs = "Install torchvision." if isinstance(error, ImportError) else _nearest(model)
         raise ValueError(f"{'--module' if model is None else '--model'} {model or module}: {error}. {needs}") from error
     if not isinstance(made, nn.Module):
         raise ValueError(f"--module {module} gave a {type(made).__name__}, which is no torch.nn.Module.")
     return made
+
+
+def _nearest(model: str) -> str:
+    """Names torchvision's models whose names are nearest."""
+    import torchvision
+
+    known = torchvision.models.list_models()
+    near = ", ".join(difflib.get_close_matches(model, known))
+    return f"The nearest names are {near}." if near else f"It must be one of {', '.join(known)}."
 
 
 def ddp_buckets(sizes: list[int], cap_mb: float = 25) -> list[list[int]]:

@@ -38,8 +38,8 @@ class Group:
         context, self._folder = multiprocessing.get_context("forkserver"), tempfile.TemporaryDirectory()
         self._pipes, theirs = zip(*(context.Pipe() for _ in range(world)), strict=True)
         given = world, backend, device, self._folder.name, environment or {}
-        self._processes = [
-            context.Process(target=_serve, args=(pipe, rank, *given), daemon=True) for rank, pipe in enumerate(theirs)
+        self._processes = [  # not daemons, which could start no processes
+            context.Process(target=_serve, args=(pipe, rank, *given)) for rank, pipe in enumerate(theirs)
         ]
         for process in self._processes:
             process.start()

@@ -1,18 +1,22 @@
 """``bench`` of the package: what it prints, on which rank, and what it does if a peer fails."""
 
 import json
+import multiprocessing
+import os
 import re
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from contenders import Faulty
 from groups import on_ranks, torchrun
 from test_bench import run
-from torch import nn
 
 from lightning_topk.__main__ import main
-from lightning_topk.bench import command, peers
+from lightning_topk.bench import command, processes
 from lightning_topk.bench.command import Work, report, rows
 from lightning_topk.bench.verdict import decide, ratio
 from lightning_topk.config import TopKConfig
@@ -23,15 +27,14 @@ ROWS = ["no exchange", "DDP", "16-bit hook", "PowerSGD", "saving=50", "saving=15
 COMPUTED = ["DiLoCo, H=30 (computed)", "DiLoCo, H=100 (computed)", "DiLoCo, H=30, saving=50 (computed)"]
 
 
-class Tiny(nn.Sequential):
-    """A user's model: two outputs, and batch norm's buffers."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 200))
-
-    def forward(self, x):
-        y = super().forward(x)
-        return {"all": y, "some": (y[:, :3], None)}
+@contextmanager
+def launched(rank: int) -> Iterator[None]:
+    """A launcher's store, at which the contenders' processes meet."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = [store and store.port]
+    dist.broadcast_object_list(port)
+    with mock.patch.dict(os.environ, MASTER_ADDR="localhost", MASTER_PORT=str(port[0])):
+        yield
 
 
 def cells(shown: str) -> dict[str, list[str]]:
@@ -43,8 +46,9 @@ def cells(shown: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("alone", [False, True], ids=["a module in bfloat16", "exchanges alone"])
 @on_ranks(2, timeout=120)
 def test_every_exchange_is_timed_and_one_line_decides(rank, world, alone, tmp_path):
-    module = {"module": "test_pays.Tiny", "input": (8,), "batch_size": 4, "precision": "bf16"}
-    said = report(Work(steps=3, **({"params": 300_000} if alone else module)), CPU, tmp_path / "found.json")
+    module = {"module": "contenders.Tiny", "input": (8,), "batch_size": 4, "precision": "bf16"}
+    with launched(rank):
+        said = report(Work(steps=3, **({"params": 300_000} if alone else module)), CPU, tmp_path / "found.json")
     if rank:
         assert said is None
         return
@@ -53,7 +57,8 @@ def test_every_exchange_is_timed_and_one_line_decides(rank, world, alone, tmp_pa
     assert [*found] == [*ROWS, *COMPUTED]
     assert [*kept["seconds"]] == ROWS
     assert said.splitlines()[-1] == kept["verdict"]
-    assert re.search("saving=50|nothing", kept["verdict"])
+    assert re.search(r"saving=50 takes \d.* of DDP's time", kept["verdict"])
+    assert re.search(r": use (it|TopKStrategy\(saving=50\))[;.]|[Nn]o difference that this", kept["verdict"])
     dense = volume(TopKConfig(topology="dense"), [300_000 if alone else 300 * (8 + 1 + 2 + 200) + 200], 2).sent
     assert [kept["bytes"][name] for name in ROWS[:3]] == [0, dense, dense / 2]
     assert "PowerSGD: rank " in said
@@ -64,31 +69,32 @@ def test_every_exchange_is_timed_and_one_line_decides(rank, world, alone, tmp_pa
         assert found["saving=50"][-2].endswith("%")
 
 
-def breaks_on(rank: int, after: int):
-    """A hook that raises on one rank after some buckets, and exchanges nothing."""
-    calls = [0]
-
-    def hook(state, bucket):
-        calls[0] += 1
-        if state == rank and calls[0] > after:
-            raise KeyError("this hook is broken\nin a second line")
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    return hook
-
-
-@pytest.mark.parametrize("after", [0, 4], ids=["at first", "in a turn"])
-@on_ranks(2)
-def test_a_peer_that_fails_on_one_rank_is_left_out_on_all_and_the_others_are_timed(rank, world, after):
-    broken = peers.hook(breaks_on(rank=1, after=after), lambda model: rank)
-    work = Work(params=3000, only=["DDP", "16-bit hook", "saving=50"], steps=3)
-    with mock.patch.object(peers, "BF16", broken), mock.patch.object(command, "TIMEOUT", timedelta(seconds=2)):
-        said = report(work, CPU)  # the other rank waits for this one, until the timeout
+@on_ranks(2, timeout=120)
+def test_contenders_that_fail_on_one_rank_end_no_rank_and_are_named_and_the_others_are_timed(rank, world, tmp_path):
+    with launched(rank):
+        said = report(Faulty(params=3000, only=["DDP", "saving=50"], steps=3), CPU, tmp_path / "found.json")
+    assert multiprocessing.active_children() == []
     if rank == 0:
+        broken, end = "KeyError: 'this hook is broken\\nin a second line'", "its process ended with exit status"
+        assert json.loads((tmp_path / "found.json").read_text())["failed"] == {
+            "at set-up": f"rank 0: {broken}",
+            "in its first step": f"rank 1: {broken}",
+            "in its fifth step": f"rank 1: {broken}",
+            "dies": f"rank 1: {end} -9",
+            "hangs": f"rank 0: {end} 6",  # the other waits for ever
+        }
         assert [*cells(said)] == ["DDP", "saving=50"]
-        assert "16-bit hook failed on rank 1: KeyError: 'this hook is broken\\nin a second line'" in said
+        assert f"in its fifth step failed on rank 1: {broken}" in said
+
+
+@pytest.mark.unit
+def test_no_rank_waits_for_ever_for_a_contender(monkeypatch):
+    monkeypatch.setattr(processes, "LIMIT", 0.1)
+    runners = object.__new__(processes.Runners)  # without its process
+    (runners._pipe, _theirs), runners._store = multiprocessing.Pipe(), dist.HashStore()
+    assert runners._answer() == (None, "no answer in 0.1 s")
+    runners._store.set("failed", "")
+    assert runners._answer() == (None, ""), "another rank has an error"
 
 
 @on_ranks(2)
@@ -169,7 +175,10 @@ def test_ranks_with_and_without_a_gpu_are_refused_before_two_backends_wait(monke
     monkeypatch.setattr(command, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(mine == "cuda"))
     said = bench("--params 3000", **{**LAUNCHED, "WORLD_SIZE": "2"})
-    assert f"rank {int(mine == 'cpu')} has a GPU, rank {int(mine == 'cuda')} has none. Every node needs a GPU" in said
+    assert (
+        f"rank {int(mine == 'cpu')} has a GPU and needs nccl, rank {int(mine == 'cuda')} has none and needs gloo."
+        in said
+    )
 
 
 @pytest.mark.unit
@@ -184,7 +193,9 @@ def test_without_a_launcher_torchrun_starts_the_same_command_here(monkeypatch, b
 
 @pytest.mark.process
 def test_ranks_of_one_machine_say_that_no_network_was_measured(tmp_path):
-    (tmp_path / "job.py").write_text("from lightning_topk.__main__ import main\nmain()\n")
+    (tmp_path / "job.py").write_text(
+        'from lightning_topk.__main__ import main\nif __name__ == "__main__":\n    main()\n'
+    )
     words = ["bench", "--params=3000", "--steps=3", "--ranks=2", "--only", "DDP", "saving=50"]
     said = torchrun(tmp_path / "job.py", *words, logs=tmp_path / "logs")
     assert [*cells(said)] == ["DDP", "saving=50"]

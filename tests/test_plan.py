@@ -85,6 +85,7 @@ def test_every_size_has_a_plan_and_topologies_that_do_not_fit_say_so(monkeypatch
         (["--params", "25e6", "--nodes", "1"], "one rank exchanges nothing"),
         (["--nodes", "2"], "give one of --model, --module and --params"),
         (["--params", "1M", "--nodes", "2", "--saving", "50", "--ratio", "0.1"], "both say how much is sent"),
+        (["--model", "resnet999", "--nodes", "2"], "Unknown model resnet999. The nearest names are .*resnet"),
     ],
 )
 def test_invalid_plans_are_refused(monkeypatch, words, message):

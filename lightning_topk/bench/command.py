@@ -6,11 +6,9 @@ import json as jsons
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -28,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_topk._version import __version__
 from lightning_topk.bench import loop, peers
 from lightning_topk.bench.loop import Contender, gather
+from lightning_topk.bench.processes import BACKENDS, TIMEOUT, ContenderError, Runners
 from lightning_topk.bench.verdict import SURE, Times, decide, ratio
 from lightning_topk.config import SAVING, TopKConfig, check_name
 from lightning_topk.env import processor, versions
@@ -35,7 +34,6 @@ from lightning_topk.plan import Row, counted, ddp_buckets, make_module, markdown
 from lightning_topk.volume import volume
 
 SECONDS = 60.0  # no turn starts later than this
-TIMEOUT = timedelta(minutes=2)  # of a contender's collectives; the ranks wait longer for each other
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets
 THEIRS = ("no exchange", "DDP", "16-bit hook", "PowerSGD")
 
@@ -142,7 +140,7 @@ def _start(ranks: int) -> None:
 
 
 def _connect() -> torch.device:
-    """Connects the ranks: over NCCL if this machine has a GPU for each of its ranks, else over gloo."""
+    """Connects the ranks; returns the device of the contenders: a GPU if this machine has one for each of its ranks."""
     local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if torch.cuda.device_count() >= here else torch.device("cpu")
     store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
@@ -150,39 +148,31 @@ def _connect() -> torch.device:
     kinds = [store.get(f"device of {each}").decode() for each in range(world)]
     if len({*kinds}) > 1:  # the two backends would wait for each other
         raise ValueError(
-            f"ranks differ: rank {kinds.index('cuda')} has a GPU, rank {kinds.index('cpu')} has none. Every node needs "
-            "a GPU for each of its ranks, and a torch that finds it; or set CUDA_VISIBLE_DEVICES= on all nodes."
+            f"ranks differ: rank {kinds.index('cuda')} has a GPU and needs {BACKENDS['cuda']}, rank "
+            f"{kinds.index('cpu')} has none and needs {BACKENDS['cpu']}. Every node needs a GPU for each of its ranks, "
+            "and a torch that finds it; or set CUDA_VISIBLE_DEVICES= on all nodes."
         )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, None, TIMEOUT, world, rank, PrefixStore("ranks", store))
+    dist.init_process_group("gloo", None, 4 * TIMEOUT, world, rank, PrefixStore("ranks", store))
     return device
 
 
 def report(work: Work, device: torch.device, json: Path | None = None) -> str | None:
     """Measures, writes the file, and returns the report on rank 0. A collective."""
-    begin, world = time.perf_counter(), dist.get_world_size()
-    beside: Any = dist.new_group(backend="gloo", timeout=3 * TIMEOUT)
-    shapes, local = _agreed(work, device, beside)
-    makers = {name: _maker(work, device, name, peer) for name, peer in work.exchanges(shapes).items()}
-    failed, hidden = dict[str, str](), dict[str, str]()
-    contenders = loop.measure(makers, beside, failed, work.steps, SECONDS - (time.perf_counter() - begin))
-    for name, each in contenders.items():
-        if name in work.ours and work.params is None:
-            exposed = loop.attempt(name, each.watch, beside, failed)
-            hidden[name] = "" if name in failed else f"{1 - exposed:.0%}"
-    sent = {name: max(gather(_sent(name, each, work, shapes, local), beside)) for name, each in contenders.items()}
-    for each in contenders.values():
-        each.close()
+    world, failed = dist.get_world_size(), dict[str, str]()
+    shapes, local = _agreed(work, device)
+    while True:
+        try:
+            times, sent, hidden = _measured(work, device, shapes, local, failed)
+            break
+        except ContenderError as error:
+            failed[error.name] = error.reason
     if dist.get_rank():
         return None
-    times = {name: each.seconds for name, each in contenders.items()}
     judged, *less = work.ours
     verdict = decide(times, judged, [name for name in less if name in sent and sent[name] < sent.get(judged, 0)])
     setting = (
         f"{work}: {sum(map(math.prod, shapes)):,} parameters; {counted(world // local, 'node')} of "
-        f"{counted(local, 'rank')}, {dist.get_backend()}, torch {torch.__version__}, {processor(device)}"
+        f"{counted(local, 'rank')}, {BACKENDS[device.type]}, torch {torch.__version__}, {processor(device)}"
     )
     if json is not None:
         kept = {"setting": setting, "versions": versions(), "seconds": times, "bytes": sent, "hidden": hidden}
@@ -202,39 +192,48 @@ def report(work: Work, device: torch.device, json: Path | None = None) -> str | 
     return "\n\n".join([setting, markdown(table), *notes, verdict])
 
 
-def _agreed(work: Work, device: torch.device, beside: Any) -> tuple[list[tuple[int, ...]], int]:
+def _agreed(work: Work, device: torch.device) -> tuple[list[tuple[int, ...]], int]:
     """Shapes of the trained parameters; and ranks per node, one if nodes differ. Refuses ranks that differ."""
     rank = dist.get_rank()
     net, _ = work.training(rank, torch.device("cpu"))
     shapes = [tuple(each.shape) for each in net.parameters() if each.requires_grad]
     numel = f"{sum(map(math.prod, shapes)):,} parameters"
     mine = f"{work!r}, {numel}, lightning_topk {__version__}, torch {torch.__version__}, {device.type}"
-    for number, other in enumerate(gather(mine, beside)):
+    for number, other in enumerate(gather(mine)):
         if other != mine:
             raise ValueError(f"ranks differ. Rank {rank}: {mine}. Rank {number}: {other}.")
-    here = gather(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), beside)
+    here = gather(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return shapes, here[0] if len({*here}) == 1 else 1
 
 
-def _maker(work: Work, device: torch.device, name: str, peer: peers.Peer) -> Callable[[], Contender]:
-    """Makes a contender later; its process group now, since all ranks must, and none has failed yet.
+def _measured(
+    work: Work, device: torch.device, shapes: Sequence[tuple[int, ...]], local: int, failed: Mapping[str, str]
+) -> tuple[dict[str, list[float]], dict[str, int], dict[str, str]]:
+    """Seconds of a step by turn, bytes that a node sends, and parts hidden behind backward, of all that did not fail.
 
-    A hook that fails may leave a collective unfinished, so each of torch's has a group of its own. Ours makes its own
-    groups, and overlaps two exchanges on gloo only if the model has the default group.
+    A collective; raises ContenderError if one fails, which ends all of them.
     """
+    names = [name for name in work.exchanges(shapes) if name not in failed]
+    if not names:
+        return {}, {}, {}
+    ours = [name for name in names if name in work.ours and work.params is None]
+    with Runners(partial(_contender, work, shapes, device), device, len(failed)) as runners:
+        times = loop.measure(runners.ask, names, work.steps, SECONDS)
+        sent = {name: max(runners.ask(name, partial(_sent, name, work, shapes, local))) for name in names}
+        hidden = {name: f"{1 - max(runners.ask(name, Contender.watch)):.0%}" for name in ours}
+    return times, sent, hidden
+
+
+def _contender(work: Work, shapes: Sequence[tuple[int, ...]], device: torch.device, name: str) -> Contender:
+    """Makes a contender."""
+    net, backward = work.training(dist.get_rank(), device)
     trained = work.params is None
-    ddp: dict[str, Any] = {} if name in work.ours else {"process_group": dist.new_group(timeout=TIMEOUT)}
-    ddp["gradient_as_bucket_view"] = not trained
     optimizer = partial(torch.optim.SGD, lr=1e-4, momentum=0.9) if trained else None
-
-    def make() -> Contender:
-        net, backward = work.training(dist.get_rank(), device)
-        return Contender(peer, net, backward, optimizer, {"adapt_momentum": trained}, **ddp)
-
-    return make
+    settings, peer = {"adapt_momentum": trained}, work.exchanges(shapes)[name]
+    return Contender(peer, net, backward, optimizer, settings, gradient_as_bucket_view=not trained)
 
 
-def _sent(name: str, contender: Contender, work: Work, shapes: Sequence[tuple[int, ...]], local: int) -> int:
+def _sent(name: str, work: Work, shapes: Sequence[tuple[int, ...]], local: int, contender: Contender) -> int:
     """Bytes of a step that this node sends to others; on a single node, that this rank sends."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if name == "no exchange":

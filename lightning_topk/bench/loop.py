@@ -1,15 +1,11 @@
-"""Times contenders in turns, so that noise of the machine and of the network hits all alike.
-
-All ranks agree after every turn, over a group of their own, on who failed: a contender that fails on one rank is left
-out on all, and the others go on.
-"""
+"""Times contenders in turns, so that noise of the machine and of the network hits all alike."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -46,7 +42,6 @@ class Contender:
         self.model = DistributedDataParallel(net, device_ids=ids, bucket_cap_mb=cap, **ddp)
         self._optimizer = None if optimizer is None else optimizer(self.model.parameters())
         self.state = peer.register(self.model, {**(settings or {}), "optimizer": self._optimizer})
-        self.seconds: list[float] = []  # of a step, the mean of a turn's, of the slowest rank; by turn
 
     def take(self, count: int) -> float:
         """Takes steps; returns the seconds of one."""
@@ -59,6 +54,11 @@ class Contender:
                 self._optimizer.step()
         self._wait()
         return (time.perf_counter() - begin) / count
+
+    def warm_up(self) -> float:
+        """Takes the untimed steps; returns the seconds of the last one."""
+        self.take(self.peer.warmup - 1)
+        return self.take(1)
 
     def watch(self) -> float:
         """Takes three steps of ours whose exchange is timed; returns the fraction of it that backward did not hide."""
@@ -78,71 +78,43 @@ class Contender:
             torch.cuda.synchronize(self._device)
 
 
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+Ask = Callable[[str, Callable[[Contender], float]], list[float]]
+"""Has all ranks do something with a contender of this name; returns their results."""
+
+
+def gather(value: Any) -> list[Any]:
     """The values of all ranks. A collective; raises RuntimeError if a rank is gone."""
     found: list[Any] = [None] * dist.get_world_size()
     try:
-        dist.all_gather_object(found, value, group=group)
+        dist.all_gather_object(found, value)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {dist.get_rank()} of {len(found)} lost another rank, which has died or cannot be reached; see that "
-            f"rank's own output. ({_first_line(error)})"
+            f"rank's own output. ({first_line(error)})"
         ) from error
     return found
 
 
-def attempt(name: str, work: Callable[[], float], group: dist.ProcessGroup, failed: dict[str, str]) -> float:
-    """The largest result of ``work`` on all ranks. A collective.
-
-    If it fails on a rank, ``failed`` gets the first failure in words, the same on all ranks.
-    """
-    begin, result, error = time.perf_counter(), 0.0, ""
-    try:
-        result = work()
-    except Exception as raised:  # whatever a hook raises, the others are measured
-        error = f"rank {dist.get_rank()}: {type(raised).__name__}: {_first_line(raised)}"
-    ended = gather((time.perf_counter() - begin, error, result), group)
-    if errors := sorted((late, error) for late, error, _ in ended if error):
-        failed[name] = errors[0][1]
-    return max(result for *_, result in ended)
-
-
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or a part of it."""
     return str(error).strip().partition("\n")[0][:300]
 
 
-def measure(
-    makers: Mapping[str, Callable[[], Contender]],
-    group: dist.ProcessGroup,
-    failed: dict[str, str],
-    steps: int,
-    seconds: float,
-) -> dict[str, Contender]:
-    """Makes contenders, and times their steps in turns; returns those that did not fail. A collective.
+def measure(ask: Ask, names: Sequence[str], steps: int, seconds: float) -> dict[str, list[float]]:
+    """Times steps of contenders in turns; returns the seconds of a step by turn, a turn's mean on its slowest rank.
 
-    ``group`` is a gloo group of all ranks, whose timeout is longer than that of the exchanges. Each takes about so many
-    timed ``steps``; but for the first ``FEWEST`` turns, none starts after so many ``seconds``.
+    A collective. Each takes about so many timed ``steps``; but for the first ``FEWEST`` turns, none starts after so
+    many ``seconds``.
     """
-    begin, made, pace, quiet = time.perf_counter(), dict[str, Contender](), TURN, dist.get_rank() > 0
-
-    def start(name: str) -> float:
-        made[name] = makers[name]()
-        made[name].take(made[name].peer.warmup - 1)
-        return made[name].take(1)
-
-    for name in tqdm(makers, desc="warming up", leave=False, disable=quiet):
-        took = attempt(name, partial(start, name), group, failed)
-        pace = pace if name in failed else min(pace, took)
+    begin, quiet, times = time.perf_counter(), dist.get_rank() > 0, {name: list[float]() for name in names}
+    warming = tqdm(names, desc="warming up", leave=False, disable=quiet)
+    pace = min(max(ask(name, Contender.warm_up)) for name in warming)
     length, turns, late = max(1, min(LONGEST, math.ceil(steps / FEWEST), math.ceil(TURN / pace))), 0, False
-    bar = tqdm(total=steps, desc="timing", unit="step", leave=False, disable=quiet)
-    while (alive := {name: made[name] for name in makers if name not in failed}) and (
-        turns < FEWEST or (turns * length < steps and not late)
-    ):
-        for name, each in alive.items():
-            gather(None, group)
-            each.seconds.append(attempt(name, partial(each.take, length), group, failed))
-        turns += 1
-        bar.update(length)
-        late = gather(time.perf_counter() - begin > seconds, group)[0]
-    bar.close()
-    return alive
+    with tqdm(total=steps, desc="timing", unit="step", leave=False, disable=quiet) as bar:
+        while turns < FEWEST or (turns * length < steps and not late):
+            for name, each in times.items():
+                each.append(max(ask(name, methodcaller("take", length))))
+            turns += 1
+            bar.update(length)
+            late = gather(time.perf_counter() - begin > seconds)[0]
+    return times
