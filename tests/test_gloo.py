@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk.config import TopKConfig
+from lightning_topk.runtime import collectives
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.jobs import Job
 from lightning_topk.runtime.passes import Pass
@@ -183,6 +184,38 @@ def test_an_empty_bucket_completes_in_its_turn(rank, world):
     bucket = (nn.Parameter(torch.empty(0)),)
     job = Job(torch.empty(0), bucket, mock.Mock(), "", None, None, Pass(0, 0, state.residuals))
     assert next(job.run(state.groups, background=True), "ended") is None
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
+@on_ranks(3)
+def test_a_small_model_is_exchanged_as_one_bucket(rank, world, options):
+    """DDP's first bucket has 1 MiB, and all entries of a small model should compete for the same payload."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(20, 700), nn.Linear(700, 700), nn.Linear(700, 5))
+
+    net, alone, computed, received = make(), make(), [], []
+    model, state = attached(net, options, ratio=0.05)
+    for step in range(4):
+        computed.append(local_gradient(alone, net, rank, step))
+        ranks.train(model, rank, [step])
+        received.append(gradient(net))
+        assert [len(bucket) for bucket in state.last_buckets] == [6]
+        before = state.report()
+    assert before.exchanges == 1
+    laws.check(
+        mean_over_ranks(torch.stack(computed)), every_rank(torch.stack(received)), undelivered(state, net), [], []
+    )
+
+
+@on_ranks(2)
+def test_an_error_of_buckets_that_are_exchanged_as_one_reaches_the_caller(rank, world):
+    net = nn.Sequential(nn.Linear(20, 700), nn.Linear(700, 700), nn.Linear(700, 5))
+    model, _ = attached(net, ratio=0.05)
+    ranks.train(model, rank, range(2))
+    with mock.patch.object(collectives, "perform", side_effect=MemoryError("no memory left")):
+        assert "exchange of 2 buckets (508905 elements) failed" in ranks.refusal(ranks.train, model, rank, [2])
 
 
 @on_ranks(2)

@@ -41,6 +41,7 @@ class Case:
     kernels: bool = False  # Triton's kernels run
     measured: bool = False  # without a report, which waits for the device and reads data
     read: bool = False  # the caller reads the number of nonfinite steps after every other step
+    together: bool = False  # the buckets are exchanged as one
 
 
 class Bucket:
@@ -97,6 +98,7 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
         scaler = Scaler() if case.scaler else None
     state = ddp.TopKState(TopKConfig(**given), optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL)
     state.buckets.learn_names({p: f"p{number}" for number, p in enumerate(parameters)})
+    state._together = case.together
     if case.votes:
         state.watch_use([])
     state.telemetry.measure = state.telemetry.measure_layers = case.measured
@@ -143,6 +145,7 @@ PLAYED = [
     ("sharded", Case(scaler=True, resumed=True, kernels=True), {}),
     ("sharded", Case(votes=True, hooks=True), {}),
     ("sharded", Case(measured=True), {}),
+    ("sharded", Case(votes=True, hooks=True, kernels=True, together=True), {}),
     ("sharded", Case(hooks=True, read=True), {}),
     ("hierarchical", Case(scaler=True, votes=True), {"dense_parameters": ("p0",)}),
     ("hierarchical", Case(scaler=True, hooks=True), {"wire": "int4"}),

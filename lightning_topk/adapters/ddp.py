@@ -8,7 +8,7 @@ and returns a future immediately, so backward continues while bytes travel.
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,18 @@ class TopKState(HookState):
 
     _used: "set[Tensor] | None" = None  # parameters that got a gradient which is not exchanged yet, if watched
     _watches: "Sequence[RemovableHandle]" = ()
+    _together = False  # whether the buckets of a pass are exchanged as one
+    _waiting: "list[_Part]"
+
+    def exchange_together(self, model: DistributedDataParallel, trained: Iterable[Tensor]) -> None:
+        """Exchanges a small model as one bucket, unless the user has set the size of buckets.
+
+        DDP's first bucket has 1 MiB. In one bucket all entries compete for the payload; in two, each parameter keeps
+        the density of its bucket, and an embedding that needs five times as much ends training behind.
+        """
+        several = [*trained]
+        small = sum(p.nbytes for p in several) <= CPU_BUCKET_MB * 2**20
+        self._together = small and model.bucket_bytes_cap_default and len({p.dtype for p in several}) == 1
 
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
         """Tracks which parameters get a gradient, for models with unused parameters."""
@@ -62,6 +74,7 @@ class TopKState(HookState):
         buffer, parameters, index, last = bucket.buffer(), tuple(bucket.parameters()), bucket.index(), bucket.is_last()
         if index == 0:
             self.begin_pass()
+            self._waiting = []
         if buffer.is_sparse:
             self._say(
                 "lightning_topk: sparse gradients are exchanged as dense ones, and the saving is relative to an "
@@ -71,10 +84,43 @@ class TopKState(HookState):
         if self._used is not None:
             used = torch.tensor([parameter in self._used for parameter in parameters])
             self._used.difference_update(parameters)
-        future = self.exchange(parameters, buffer, f"bucket {index}", used)
+        if self._together and not buffer.is_sparse and not (index == 0 and last):
+            done: Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+            self._waiting.append(_Part(parameters, buffer, used, done))
+            future = done if buffer.is_cuda else done.then(lambda future: future.value())  # as ThreadLane.submit
+        else:
+            future = self.exchange(parameters, buffer, f"bucket {index}", used)
         if last:
+            if self._waiting:
+                self._exchange_waiting()
             self.end_pass()
         return future
+
+    def _exchange_waiting(self) -> None:
+        """Exchanges the buckets of this pass as one, and copies the result to their buffers."""
+        bucket = tuple(parameter for part in self._waiting for parameter in part.parameters)
+        buffers, used = [part.buffer for part in self._waiting], [part.used for part in self._waiting]
+        all_used = None if used[0] is None else torch.cat([each for each in used if each is not None])
+        waiting, self._waiting = self._waiting, []
+
+        def deliver(future: Future) -> None:
+            try:
+                for part, piece in zip(waiting, future.value().split([*map(len, buffers)]), strict=True):
+                    part.buffer.copy_(piece)
+                    part.done.set_result(part.buffer)
+            except Exception as error:
+                for part in waiting:
+                    part.done.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
+
+        whole = self.exchange(bucket, torch.cat(buffers), f"{len(waiting)} buckets", all_used)
+        stream = self.lane(buffers[0].device).stream
+        if stream is None:
+            whole.then(deliver)
+        else:
+            with torch.cuda.stream(stream):
+                deliver(whole)
+            for buffer in buffers:
+                buffer.record_stream(stream)
 
     def continue_from(self, other: "TopKState") -> None:
         """Continues the counts, measurements and messages of another state of the same run."""
@@ -86,6 +132,15 @@ class TopKState(HookState):
         for watch in self._watches:
             watch.remove()
         super().close()
+
+
+class _Part(NamedTuple):
+    """A bucket of a pass that waits for the others."""
+
+    parameters: "tuple[Tensor, ...]"
+    buffer: Tensor
+    used: "Tensor | None"
+    done: Future
 
 
 class InUse:
@@ -153,6 +208,7 @@ def attach(
         raise
     if model.find_unused_parameters and not model.static_graph:
         state.watch_use(names)
+    state.exchange_together(model, (p for p in names if p.requires_grad))
     state.check_launch_order(model)
     return state
 

@@ -1,7 +1,7 @@
 """The first script that people try, between real ranks: a GPT trained as everyone trains it, with one line added.
 
 The runs of :mod:`lab.papers.at_size` for ``tied gpt`` are simulated. Here DDP trains the same model on the same batches
-in two processes: accumulated with ``no_sync``, tied weights, clipping between backward and step, buckets that overlap.
+in two processes: accumulated with ``no_sync``, tied weights, clipping between backward and step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def train(options: dict[str, Any], rank: int, world: int) -> float:
     data = source_code(LENGTH)
     torch.manual_seed(seed)
     net = MODELS["tied gpt"]()
-    model, parts = DistributedDataParallel(net, bucket_cap_mb=0.5), 2
+    model, parts = DistributedDataParallel(net), 2
     (optimizer,) = EVERYONES.make(dict(net.named_parameters()))
     state = attach(model, saving=50, optimizer=optimizer) if options["system"] != "DDP" else None
     generator = torch.Generator().manual_seed(seed)
