@@ -101,26 +101,32 @@ class TopKState(HookState):
         bucket = tuple(parameter for part in self._waiting for parameter in part.parameters)
         buffers, used = [part.buffer for part in self._waiting], [part.used for part in self._waiting]
         all_used = None if used[0] is None else torch.cat([each for each in used if each is not None])
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, flat = self._waiting, [], torch.cat(buffers)
 
-        def deliver(future: Future) -> None:
+        def deliver() -> None:
+            for part, piece in zip(waiting, flat.split([*map(len, buffers)]), strict=True):
+                part.buffer.copy_(piece)
+                part.done.set_result(part.buffer)
+
+        def end(exchanged: Future) -> None:
             try:
-                for part, piece in zip(waiting, future.value().split([*map(len, buffers)]), strict=True):
-                    part.buffer.copy_(piece)
-                    part.done.set_result(part.buffer)
+                exchanged.value()
+                deliver()
             except Exception as error:
                 for part in waiting:
                     part.done.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
 
-        whole = self.exchange(bucket, torch.cat(buffers), f"{len(waiting)} buckets", all_used)
-        stream = self.lane(buffers[0].device).stream
+        exchanged, stream = (
+            self.exchange(bucket, flat, f"{len(waiting)} buckets", all_used),
+            self.lane(flat.device).stream,
+        )
         if stream is None:
-            whole.then(deliver)
+            exchanged.then(end)
         else:
             with torch.cuda.stream(stream):
-                deliver(whole)
-            for buffer in buffers:
-                buffer.record_stream(stream)
+                deliver()
+            for each in (flat, *buffers):
+                each.record_stream(stream)
 
     def continue_from(self, other: "TopKState") -> None:
         """Continues the counts, measurements and messages of another state of the same run."""
