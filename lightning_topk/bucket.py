@@ -218,7 +218,7 @@ class Buckets:
         self.config, self._world, self.local = config, world, local
         self._model = 1, 0  # elements of all parameters, and of the uncompressed ones
         self._plans: dict[tuple[Bucket, torch.dtype], BucketPlan] = {}
-        self.settled = False  # the plans are those of `plan_step` for all buckets of a step, which are known
+        self.together = False  # whether the buckets of a step are known, and planned together
         self.names: Mapping[Tensor, str] = {}
         self.all_names: Mapping[Tensor, Sequence[str]] = {}  # of tied weights; `dense_parameters` may match each
         self.compressed: frozenset[Tensor] = frozenset()  # the parameters that may be compressed
@@ -243,7 +243,7 @@ class Buckets:
         self._model = numel, skipped
         for_compressed(self.config, numel, skipped)  # refuses too many uncompressed parameters
         self._plans.clear()
-        self.settled = False
+        self.together = False
 
     def delivers_everything(self, bucket: Bucket, step: int, epoch: int) -> bool:
         """Whether a step delivers every entry of a bucket in full precision, as an all-reduce does."""
@@ -254,17 +254,25 @@ class Buckets:
         """The exchange plan of a bucket."""
         key = bucket, bucket[0].dtype  # a wrapper may change it
         if key not in self._plans:
-            (self._plans[key],) = self._planned([bucket])
+            (self._plans[key],) = self.planned([bucket])
         return self._plans[key]
 
-    def settle(self, buckets: Sequence[Bucket]) -> None:
-        """Plans all buckets of a step together, see :func:`plan_step`; plans that stay the same keep their identity."""
-        for bucket, plan in zip(buckets, self._planned(buckets), strict=True):
-            if self.plan_of(bucket).k != plan.k:
-                self._plans[bucket, bucket[0].dtype] = plan
-        self.settled = True
+    def plan_together(self, buckets: Sequence[Bucket]) -> int:
+        """Plans all buckets of a step together, see :func:`plan_step`; plans that stay the same keep their identity.
 
-    def _planned(self, buckets: Sequence[Bucket]) -> list[BucketPlan]:
+        Returns the number of plans that have changed.
+        """
+        changed = 0
+        for bucket, plan in zip(buckets, self.planned(buckets), strict=True):
+            key = bucket, bucket[0].dtype
+            known = self._plans.get(key)
+            if known is None or not known.same_as(plan):
+                self._plans[key], changed = plan, changed + (known is not None)
+        self.together = True
+        return changed
+
+    def planned(self, buckets: Sequence[Bucket]) -> list[BucketPlan]:
+        """Plans of buckets that are exchanged in the same step."""
         known = []
         for bucket in buckets:
             tag = zlib.crc32(" ".join(self.names.get(parameter, "") for parameter in bucket).encode()) >> 8

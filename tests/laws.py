@@ -114,8 +114,8 @@ def undelivered(cluster: Cluster) -> Tensor:
     for rank, end in enumerate(cluster.endpoints):
         mine = end.uplink.memory.tensors().get("residual", torch.zeros((), dtype=dtype)) / end.plan.world
         mine = mine.expand(end.plan.parts.numel).clone()
-        for served in end.server_memory().values():
-            mine += served
+        for name in end.downlink.memory.tensors() if end.downlink is not None else ():
+            end.add_served(name, mine)
         rows = torch.zeros(end.plan.parts.count, end.plan.parts.numel, dtype=dtype)
         rows[rank % len(rows)] = mine
         whole = torch.empty_like(total)

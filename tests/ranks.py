@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_topk
+from lightning_topk.runtime.residuals import Residuals
 
 
 class Net(nn.Module):
@@ -108,9 +109,30 @@ def local_gradient(alone: nn.Module, net: nn.Module, rank: int, step: int, **use
     return gradient(alone)
 
 
+def held_by(residuals: Residuals) -> dict[Tensor, tuple[Tensor, Tensor]]:
+    """A rank's residual of each exchanged parameter, as a worker and as a server, each ``[numel]``.
+
+    Over all ranks, the mean of the first plus the sum of the second is not yet delivered.
+    """
+    served: dict[Tensor, Tensor] = {}
+    for bucket, end in residuals._live.items():
+        flat = torch.zeros(end.plan.parts.numel, dtype=end.dtype, device=end.sizes.device)
+        end.add_served("residual", flat)
+        served.update(zip(bucket, flat.split(list(end.plan.parts.slices)), strict=True))
+    found = {}
+    for p, kept in residuals._kept.items():
+        zero = torch.zeros(p.numel(), device=p.device)
+        worker, server = kept.parts.get("residual"), served.get(p)
+        found[p] = (
+            zero if worker is None else kept.spread(worker, p.numel(), residuals.rank, kept.count),
+            zero if server is None else kept.spread(server, p.numel(), residuals.rank),
+        )
+    return found
+
+
 def held(state: Any, net: nn.Module) -> Tensor:
     """This rank's residuals as a worker and as a server: ``[2, numel]``."""
-    kept = state.residuals.held()
+    kept = held_by(state.residuals)
     sides = [kept.get(p, (torch.zeros(p.numel(), device=p.device),) * 2) for p in net.parameters()]
     return torch.stack([torch.cat(side) for side in zip(*sides, strict=True)])
 

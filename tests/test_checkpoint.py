@@ -4,10 +4,12 @@ import copy
 import itertools
 import multiprocessing
 import threading
+import weakref
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import laws
 import pytest
@@ -26,6 +28,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from trainers import fit
 
 from lightning_topk import TopKStrategy
@@ -185,7 +189,7 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
         ("has a NaN or an infinity", holding(unsound)),
     ]
     said = [(words, refusal(state.load_state_dict, entry)) for words, entry in cases]
-    untouched = (state.steps, state.residuals.held()) == (0, {})
+    untouched = (state.steps, ranks.held_by(state.residuals)) == (0, {})
     state.load_state_dict(changed(settings={"ratio": 0.05}))  # as earlier versions wrote
     assert ranks.unsaid(said) == []
     assert all("residual_checkpoint=False" in found for _, found in said)
@@ -347,3 +351,40 @@ def test_a_failing_ranks_own_checkpoint_neither_hangs_nor_holds_residuals(groups
     assert entry_of(path)["mode"] == "none"
     assert "had ended" in entry_of(path)["reason"]  # the spawning process saves last
     assert groups(2).run(epochs, None, 2, "topk", path) == [0, 0]
+
+
+class Storages(TorchDispatchMode):
+    """The most bytes of new storages that were alive at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive, self.most = weakref.WeakValueDictionary(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and each._base is None:
+                self.alive[id(each)] = each
+        kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in self.alive.values()}
+        self.most = max(self.most, sum(kept.values()))
+        return out
+
+
+@pytest.mark.parametrize("settings", [{}, {"topology": "hierarchical", "local_world_size": 2}], ids=str)
+@on_ranks(4)
+def test_a_checkpoint_takes_one_bucket_more_and_a_collective_a_bucket(rank, world, settings):
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(200, 200) for _ in range(12)])
+    model, state = attached(net, {"bucket_cap_mb": 0.16}, ratio=0.05, **settings)
+    for step in range(3):
+        train(nn.Sequential(nn.Linear(20, 200), model), rank, [step])
+    buckets = len(state.last_buckets)
+    assert buckets >= 5
+    reduce, calls = dist.reduce, []
+    with Storages() as storages, mock.patch.object(dist, "reduce", lambda *a, **k: (calls.append(a), reduce(*a, **k))):
+        entry = state.state_dict()
+    model_bytes = 4 * sum(p.numel() for p in net.parameters())
+    own = model_bytes if rank == 0 else 0  # the entry itself
+    assert storages.most - own < 2 * model_bytes / buckets, "a bucket, and a parameter of it"
+    assert len(calls) == buckets
+    assert len(entry["parameters"]) == (24 if rank == 0 else 0)

@@ -82,7 +82,7 @@ class Watched:
 
     def check(self, tolerance: float = 1e-5) -> None:
         """Fails unless every received gradient was delivered or is held; every rank calls it."""
-        held = self._state.residuals.held()
+        held = ranks.held_by(self._state.residuals)
         for member in [each for each in self._state.names if each in held]:  # in the same order on every rank
             worker, server = held[member]
             left = worker.double() / self._state.world + server.double()

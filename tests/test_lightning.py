@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import batch, log
+from ranks import batch, held_by, log
 from torch.utils.data import DataLoader, IterableDataset
 from trainers import ELEMENTS, Gan, Module, Normed, fit
 
@@ -213,7 +213,7 @@ def test_the_learning_rate_finder_leaves_no_bytes_and_no_residuals(rank, world, 
 
     def look(trainer, *_):
         state = trainer.strategy.topk_state
-        found.append((state.steps, len(state.residuals.held())))
+        found.append((state.steps, len(held_by(state.residuals))))
 
     finder = LearningRateFinder(num_training_steps=8, early_stop_threshold=None, update_attr=False)
     callbacks = [finder, LambdaCallback(on_train_start=look, on_train_end=look)]
@@ -255,9 +255,10 @@ def test_a_schedule_follows_the_trainers_steps_or_epochs(rank, world, unit):
 SCRIPT = """
 import lightning as L, lightning_topk, trainers
 from lightning.pytorch.demos.boring_classes import BoringModel
+from ranks import held_by
 
 def norms(strategy):
-    held = strategy._last.residuals.held()
+    held = held_by(strategy._last.residuals)
     return {id(p): float(sum(part.norm() for part in parts)) for p, parts in held.items()}
 
 class First(L.Callback):

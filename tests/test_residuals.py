@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import held_by
 from torch import Tensor, nn
 
 from lightning_topk.bucket import plan_bucket
@@ -68,7 +69,7 @@ class Ranks:
         """The mean of the workers' residuals of a parameter plus the sum of the servers'."""
         total = torch.zeros(NUMELS[i], dtype=torch.float64)
         for residuals in self.residuals:
-            worker, server = residuals.held().get(self.parameters[i], (torch.zeros(()), torch.zeros(())))
+            worker, server = held_by(residuals).get(self.parameters[i], (torch.zeros(()), torch.zeros(())))
             total += worker / self.world + server
         return total
 
@@ -111,14 +112,14 @@ def test_a_parameter_that_leaves_its_bucket_takes_only_its_own_residual():
     end.downlink.memory.residual.fill_(3.0)  # this rank serves the body
 
     def mass() -> Tensor:
-        worker, server = residuals.held()[body]
+        worker, server = held_by(residuals)[body]
         return worker / 2 + server
 
     before = mass()
     residuals.keep_only([body, new])
     assert before.sum() == 8 * 1.0 / 2 + 8 * 3.0
     assert torch.equal(mass(), before)
-    assert head not in residuals.held()
+    assert head not in held_by(residuals)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(othe
     residuals.move_to(None, 0)
     changed.data = other
     residuals.endpoint(bucket, plan_bucket(config, [other.numel(), 8], 2))
-    assert torch.equal(residuals.held()[changed][0], torch.zeros(other.numel()))
-    assert torch.equal(residuals.held()[kept][0], torch.ones(8))
+    assert torch.equal(held_by(residuals)[changed][0], torch.zeros(other.numel()))
+    assert torch.equal(held_by(residuals)[kept][0], torch.ones(8))
     (words,) = residuals.take_warnings()
     assert "residuals of 1 parameter were dropped, since their size or memory format changed" in words

@@ -8,6 +8,7 @@ and returns a future immediately, so backward continues while bytes travel.
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,16 @@ class TopKState(HookState):
         """Tracks which parameters get a gradient, for models with unused parameters."""
         self._used, self.voting = set(), True
         self._watches = [watch for each in parameters for watch in watch_gradients(each, self._used.add)]
+
+    def plan_first_pass(self, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
+        """Plans the first pass's buckets together, if there are several: else they would change after it."""
+        if self._together or not model.find_unused_parameters or model.static_graph or model._delay_all_reduce_params:
+            return
+        private: Any = dist
+        with suppress(AttributeError, TypeError):  # torch's private function; without it, densities change a little
+            first = private._DEFAULT_FIRST_BUCKET_BYTES if model.bucket_bytes_cap_default else model.bucket_bytes_cap
+            places, _ = private._compute_bucket_assignment_by_size([*trained], [first, model.bucket_bytes_cap])
+            self.buckets.plan_together([tuple(trained[place] for place in each) for each in reversed(places)])
 
     def check_launch_order(self, model: torch.nn.Module) -> None:
         """Names collectives of the backward pass that NCCL may start in another order than the exchange's."""
@@ -212,9 +223,11 @@ def attach(
     except (RuntimeError, ValueError):
         state.close()
         raise
+    trained = [p for p in names if p.requires_grad]
     if model.find_unused_parameters and not model.static_graph:
         state.watch_use(names)
-    state.exchange_together(model, (p for p in names if p.requires_grad))
+    state.exchange_together(model, trained)
+    state.plan_first_pass(model, trained)
     state.check_launch_order(model)
     return state
 

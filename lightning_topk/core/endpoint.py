@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -67,6 +67,11 @@ class BucketPlan:
     def numel(self) -> int:
         """Number of elements in the bucket."""
         return sum(self.parts.sizes)
+
+    def same_as(self, other: BucketPlan) -> bool:
+        """Whether another plan exchanges the same, by a selector of the same class."""
+        mine, theirs = ({**vars(plan), "selector": type(plan.selector)} for plan in (self, other))
+        return all(mine[each.name] == theirs[each.name] for each in fields(self))
 
     @property
     def uncompressed_numel(self) -> int:
@@ -206,15 +211,19 @@ class Endpoint:
         mine = values.repeat_interleave((self.sizes + count - 1) // count, output_size=self.layout.numel)
         return [mine] if self.downlink is None else [mine, reference.shard_rows(mine, self.layout)[self.shard]]
 
-    def server_memory(self) -> dict[str, Tensor]:
-        """The server's memory, scattered into this rank's part of the bucket: ``[parts.numel]`` by name."""
-        if self.downlink is None:
-            return {}
-        device = self.sizes.device
-        every = torch.arange(self.layout.shard_size, device=device).unsqueeze(0)
-        (places,) = reference.flat_index(every, self.layout, torch.tensor([[self.shard]], device=device))
-        memory = self.downlink.memory.tensors().items()
-        return {name: kept.new_zeros(self.layout.numel).index_add_(0, places, kept) for name, kept in memory}
+    def add_served(self, name: str, to: Tensor, times: float = 1.0) -> None:
+        """Adds the server's memory ``name``, times a factor, to this rank's part of the bucket, ``[parts.numel]``."""
+        kept = None if self.downlink is None else self.downlink.memory.tensors().get(name)
+        if kept is None:
+            return
+        layout = self.layout
+        turn, block = layout.shards * layout.block, layout.block
+        full = to.numel() // turn  # turns through all shards
+        head, tail = to.split([full * turn, to.numel() - full * turn])
+        mine = head.view(full, layout.shards, block)[:, self.shard]
+        mine.add_(kept[: full * block].view(full, block), alpha=times)
+        rest = tail[self.shard * block : (self.shard + 1) * block]
+        rest.add_(kept[full * block : full * block + len(rest)], alpha=times)
 
 
 @dataclass(frozen=True)

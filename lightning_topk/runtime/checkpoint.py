@@ -64,9 +64,11 @@ def collect(
     exchanged = [parameter for parameter in names if parameter in residuals]
     sum_to_root = partial(dist.reduce, group=group, group_dst=0)
     on_root = dist.get_rank(group) == 0
+    found: dict[Tensor, dict[str, Tensor]] = {parameter: {} for parameter in exchanged}
     for kind, parameter, total in undelivered(residuals, exchanged, config, device, group, sum_to_root):
         if on_root:
-            entry["parameters"].setdefault(names[parameter], {})[kind] = total.cpu()
+            found[parameter][kind] = total.to("cpu", copy=True)
+    entry["parameters"] = {names[parameter]: kept for parameter, kept in found.items() if kept}
     return entry if on_root else {**entry, "mode": ELSEWHERE, "residuals": _OnRank0()}
 
 
@@ -80,25 +82,22 @@ def undelivered(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields what a checkpoint keeps: ``residual`` or ``velocity``, a parameter, and ``[numel]`` in index order.
 
-    A collective: ``sum_`` adds the shares of the group's ranks in place, on all of them or on one.
+    A tensor is valid until the next one is yielded, so that only one bucket more is in memory. A collective: ``sum_``
+    adds the shares of the group's ranks in place, on all of them or on one.
     """
     world = dist.get_world_size(group)
     for kind in ("residual", "velocity") if config.momentum else ("residual",):
-        held = residuals.held(kind)
-        for parameter in parameters:
-            zero = torch.zeros((), dtype=torch.promote_types(parameter.dtype, torch.float32)).expand(parameter.numel())
-            worker, server = held.get(parameter, (zero, zero))
-            mine = (worker * (1 / world)).add_(server.to(worker.device)).to(device, zero.dtype)
-            total = by_index(mine, residuals.form(parameter)).contiguous()
+        for several, share, sums in residuals.shares(kind, parameters, world, device):
             try:
-                sum_(total)
+                sum_(share)
             except RuntimeError as error:
                 raise RuntimeError(
                     "collecting the residuals for a checkpoint failed: some rank did not take part. Call state_dict(), "
                     "or the Trainer's save_checkpoint, on every rank at the same point, between two backward passes; "
                     "not on rank 0 only."
                 ) from error
-            yield kind, parameter, total
+            for parameter, total in zip(several, sums, strict=True):
+                yield kind, parameter, by_index(total, residuals.form(parameter))
 
 
 class _OnRank0:

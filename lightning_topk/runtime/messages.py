@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lightning_topk.bucket import TOLERANCE, Bucket, Buckets
+from lightning_topk.bucket import TOLERANCE, Bucket, Buckets, TooLargeError
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.volume import Volume
@@ -78,9 +78,8 @@ def saving_warnings(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) 
         return []
     seen, least = sent.saved(by_node), asked * (1 - TOLERANCE)
     if seen < least:
-        together = settings.plan_of(tuple(p for bucket in buckets for p in bucket)).volume()
         small, remedy = "this model is", "Use DDP"
-        if len(buckets) > 1 and together.saved(by_node) >= least:
+        if len(buckets) > 1 and _together(settings, buckets).saved(by_node) >= least:
             small, remedy = "its buckets are", "Use a larger bucket_cap_mb= or, with fully_shard, larger modules"
         found.append(
             f"lightning_topk: saving={asked:g} was requested, but {small} too small: each step saves {seen:.3g}x. "
@@ -93,3 +92,14 @@ def saving_warnings(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) 
             "the default on GPUs; on CPUs it may take longer per step."
         )
     return found
+
+
+def _together(settings: Buckets, buckets: Sequence[Bucket]) -> Volume:
+    """The bytes of a step that exchanges one bucket of each dtype; empty if one would be too large."""
+    by_dtype: dict[torch.dtype, Bucket] = {}
+    for bucket in buckets:
+        by_dtype[bucket[0].dtype] = by_dtype.get(bucket[0].dtype, ()) + bucket
+    try:
+        return sum((plan.volume() for plan in settings.planned([*by_dtype.values()])), Volume())
+    except TooLargeError:
+        return Volume()

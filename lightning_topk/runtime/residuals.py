@@ -13,7 +13,7 @@ the parameter is in (:class:`lightning_topk.core.layout.NodeShards`), and W is t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,8 @@ from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.ops import reference
 from lightning_topk.runtime.applied import UNKNOWN, Rates, Unit
 
+TOGETHER = 1 << 21
+"""Elements of memories that are collected together for a checkpoint, if they are in no bucket."""
 Form = tuple[tuple[int, ...], tuple[int, ...]]
 """A parameter's shape, and its dimensions in the order in which DDP flattens its gradient.
 
@@ -153,8 +155,8 @@ class Residuals:
                 for tensor in link.memory.tensors().values():
                     if tensor.is_cuda:  # possibly created on another stream, and still in use on this one when freed
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            for name, served in end.server_memory().items():  # the parameters have views of the worker's memory
-                end.uplink.memory.tensors()[name] += served * end.plan.world
+            for name, worker in end.uplink.memory.tensors().items():  # the parameters have views of it
+                end.add_served(name, worker, end.plan.world)
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...], rates: Rates | None) -> None:
         """Moves the memories of the parameters into their new endpoint; drops those that it does not keep."""
@@ -251,31 +253,52 @@ class Residuals:
             if count
         ]
 
-    @property
-    def counts(self) -> dict[Tensor, int]:
-        """Slices of each parameter among the ranks of a node."""
-        return {parameter: kept.count for parameter, kept in self._kept.items()}
+    def shares(
+        self, name: str, parameters: Collection[Tensor], world: int, device: torch.device
+    ) -> Iterator[tuple[Sequence[Tensor], Tensor, Iterator[Tensor]]]:
+        """Yields this rank's share of the memory ``name`` that ``world`` ranks hold, bucket by bucket.
 
-    def held(self, name: str = "residual") -> dict[Tensor, tuple[Tensor, Tensor]]:
-        """Returns this rank's memory ``name`` of each exchanged parameter, as a worker and as a server.
-
-        Each is ``[numel]``; the server's is zero where another rank serves. Over all ranks, the mean of the first plus
-        the sum of the second is the gradient not yet delivered. So a rank that holds a slice for its node returns it
-        times the ranks per node, and zero elsewhere.
+        The sum of all ranks' shares of the same parameters is the gradient not yet delivered: the mean of the workers'
+        parts, and the servers'. The last item splits the sum into ``[numel]`` for each parameter. All shares of a dtype
+        are made in the same memory, one bucket's, on the device.
         """
-        served: dict[Tensor, Tensor] = {}
-        for bucket, end in self._live.items():
-            if (flat := end.server_memory().get(name)) is not None:
-                served.update(zip(bucket, flat.split(list(end.plan.parts.slices)), strict=True))
-        found = {}
-        for p, kept in self._kept.items():
-            zero = torch.zeros((), device=p.device).expand(p.numel())
-            worker, server = kept.parts.get(name), served.get(p)
-            found[p] = (
-                zero if worker is None else kept.spread(worker, p.numel(), self.rank, kept.count),
-                zero if server is None else kept.spread(server, p.numel(), self.rank),
-            )
-        return found
+        rest = dict.fromkeys(parameters)
+        live = [(bucket, end) for bucket, end in self._live.items() if rest.keys() >= {*bucket}]
+        for bucket, _ in live:
+            for parameter in bucket:
+                del rest[parameter]
+        others, sizes = [*_by_size(rest)], Counter[torch.dtype]()
+        for _, end in live:
+            sizes[end.dtype] = max(sizes[end.dtype], end.plan.parts.count * end.plan.parts.numel)
+        for several in others:
+            sizes[_wide(several[0])] = max(sizes[_wide(several[0])], sum(p.numel() for p in several))
+        memory = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+        for bucket, end in live:
+            parts, worker = end.plan.parts, end.uplink.memory.tensors().get(name)
+            share = memory[end.dtype][: parts.count * parts.numel].zero_()
+            mine = share.view(parts.count, parts.numel)[self.rank % parts.count]
+            if worker is not None:
+                torch.mul(worker, parts.count / world, out=mine)
+            end.add_served(name, mine)
+            columns = share.view(parts.count, parts.numel).split(parts.slices, dim=1)
+            sums = (column.reshape(-1)[:size] for column, size in zip(columns, parts.sizes, strict=True))
+            yield bucket, share, sums
+        for several in others:
+            share = memory[_wide(several[0])][: sum(p.numel() for p in several)].zero_()
+            pieces = share.split([p.numel() for p in several])
+            for p, piece in zip(several, pieces, strict=True):
+                kept = self._kept.get(p)
+                if kept is not None and name in kept.parts:
+                    piece += kept.spread(kept.parts[name], p.numel(), self.rank, kept.count).to(device) / world
+            yield several, share, iter(pieces)
+
+    def worker_energies(self) -> dict[Tensor, Tensor]:
+        """The sum of squares of this rank's residual of each parameter, a scalar float64 on the CPU; as in `energy`."""
+        known = {p: (kept.parts["residual"], kept.count) for p, kept in self._kept.items() if "residual" in kept.parts}
+        return {
+            p: count * torch.linalg.vector_norm(part, dtype=torch.float64).square().cpu()
+            for p, (part, count) in known.items()
+        }
 
     def __contains__(self, parameter: Tensor) -> bool:
         """Whether a parameter was exchanged or restored."""
@@ -298,6 +321,23 @@ class Residuals:
                     shared = 1 if side else end.plan.parts.count
                     energy[side] += shared * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
         return energy
+
+
+def _by_size(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups parameters of one dtype, in order, with at most ``TOGETHER`` elements unless one has more."""
+    several: list[Tensor] = []
+    for p in parameters:
+        if several and (sum(each.numel() for each in several) + p.numel() > TOGETHER or p.dtype != several[0].dtype):
+            yield several
+            several = []
+        several.append(p)
+    if several:
+        yield several
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's memories."""
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _joined(parts: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor) -> Tensor:

@@ -162,8 +162,8 @@ class HookState:
         self._unchanged = self._unchanged + 1 if same else 0
         self.optimizers.watch.end_pass()
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
-        if not (same and self.buckets.settled):
-            self.buckets.settle(buckets)
+        if not (same and self.buckets.together) and (changed := self.buckets.plan_together(buckets)):
+            messages.LOGGER.debug("the density of %d of %d buckets has changed", changed, len(buckets))
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
             self._say(*messages.saving_warnings(self.buckets, buckets, self.predicted()))
 

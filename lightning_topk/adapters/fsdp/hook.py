@@ -253,6 +253,7 @@ def attach(
         state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)
         try:
             state.learn_names()
+            state.buckets.plan_together([tuple(group.trained) for group in groups if group.trained])
             state.open_groups().connect(groups[0].device)
             state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups().all)
             same = {"the index of the shard": groups[0].ranks.index(dist.get_rank()), **described(model)}

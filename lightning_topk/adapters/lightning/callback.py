@@ -307,11 +307,9 @@ class _Totals:
 def _by_layer(trainer: Trainer, state: HookState, layers: dict[str, torch.Tensor], shown: Collection[str]) -> Values:
     """The logged values of the layers shown, over all ranks; ``layers`` are those of :class:`.Report`."""
     names = sorted(layers)
-    residuals = {state.names[p]: worker for p, (worker, _) in state.residuals.held().items()}
-    norms = torch.stack([torch.linalg.vector_norm(residuals[name], dtype=torch.float64).cpu() for name in names])
-    counts = {state.names[p]: count for p, count in state.residuals.counts.items()}
-    shared = torch.tensor([counts.get(name, 1) for name in names])  # held() multiplies a piece by the ranks per node
-    local = torch.cat([torch.stack([layers[name] for name in names]), (norms.square() / shared).unsqueeze(1)], dim=1)
+    energies = {state.names[p]: energy for p, energy in state.residuals.worker_energies().items()}
+    kept = torch.stack([energies.get(name, torch.zeros((), dtype=torch.float64)) for name in names])
+    local = torch.cat([torch.stack([layers[name] for name in names]), kept.unsqueeze(1)], dim=1)
     energy, lost, sent, kept = trainer.strategy.reduce(local.to(trainer.strategy.root_device), reduce_op="sum").cpu().T
     return {
         f"{what}/{name}": value
