@@ -6,22 +6,25 @@ import itertools
 import logging
 import os
 import pickle
+import time
 from unittest import mock
 
 import pytest
 import ranks
 import torch
 from groups import on_ranks
-from ranks import attach, attached, four_layers, gradient, loss_of, mean_over_ranks, refusal, train
+from ranks import alike, attach, attached, four_layers, gradient, loss_of, mean_over_ranks, refusal, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from lightning_topk import TopKConfig
 from lightning_topk.adapters.checks import check_parameters
-from lightning_topk.bucket import names_of
+from lightning_topk.bucket import all_names_of, names_of
 from lightning_topk.core import ops
 from lightning_topk.runtime import groups as agreement
 from lightning_topk.schedule import ExponentialWarmup, Schedule
@@ -83,6 +86,8 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
         "Adam has momentum 0.9 of its own": (ddp(net), {"momentum": 0.9, "optimizer": Adam(net.parameters())}),
         "Pass optimizer=": (ddp(), {"momentum": 0.9}),
         "must be a torch optimizer, a list of them, or a function": (ddp(), {"optimizer": net.parameters()}),
+        "the function optimizer= returned None, but must return a list of": (ddp(), {"optimizer": lambda: None}),
+        "the function optimizer= returned [Linear(in_": (ddp(), {"optimizer": lambda: [net]}),
         "epochs=2) depends on the epoch": (ddp(), {"ratio": 0.1, "server_ratio": by_epoch}),
         "optimizer= is a function on rank 0 and missing on rank 1": (ddp(net), {"optimizer": None if rank else list}),
         "the optimizer of 'bias' is Adam on rank 0 and missing on rank 1": (
@@ -101,6 +106,57 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
     for ratio in (halving, short):  # equal functions of different processes are equal
         attach(ddp(), ratio=ratio)
     assert ranks.unsaid(said) == []
+
+
+STEPS = (
+    "runtime.groups._own_group", "runtime.messages.start_message",
+    "runtime.groups.Groups.connect", "runtime.optimizers.Optimizers.start", "adapters.{}.described",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [KeyError, TypeError, KeyboardInterrupt])
+@on_ranks(2)
+def test_whatever_attach_raises_leaves_nothing_open(rank, world, error):
+    """A user's function, a library or Ctrl+C may raise anything, at the second call of a step."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    sharded = fully_shard(four_layers(), mesh=mesh["shard"])
+    ways = {"ddp": (ddp(), {}), "fsdp.hook": (sharded, {"process_group": mesh["replicate"]})}
+    attach(sharded, process_group=mesh["replicate"], ratio=0.1).close()  # groups of some ranks are kept
+    before, hooks = ranks.open_now()[2], len(_global_optimizer_post_hooks)
+    for (way, (model, options)), step in itertools.product(ways.items(), STEPS):
+        path = f"lightning_topk.{step.format(way)}"
+        if way == "ddp" or "_own_group" not in path:
+            with mock.patch(path, side_effect=error), pytest.raises(error):
+                attach(model, ratio=0.1, announce=lambda words: None, **options)
+        assert (ranks.open_now()[2], len(_global_optimizer_post_hooks)) == (before, hooks), (way, step)
+    for model, options in ways.values():
+        attach(model, ratio=0.1, **options)
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_in_attach_does_not_keep_the_others_waiting(rank, world):
+    before = time.monotonic()
+    with mock.patch("lightning_topk.adapters.ddp.all_names_of", side_effect=KeyError if rank else all_names_of):
+        if rank:
+            with pytest.raises(KeyError):
+                attach(ddp(), ratio=0.1)
+        else:
+            assert refusal(attach, ddp(), ratio=0.1)
+    assert time.monotonic() - before < 10
+
+
+@on_ranks(2)
+def test_parameters_that_ddp_ignores_may_differ_by_rank(rank, world):
+    """Each rank has its shard of an embedding, which hybrid-parallel models exchange themselves."""
+    net = nn.Sequential(nn.Embedding((60, 40)[rank], 20), nn.Linear(20, 20))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
+    state = attach(model := ddp(net), **WHOLE, optimizer=SGD(net.parameters(), lr=0.1))
+    model(torch.tensor([rank])).sum().backward()
+    assert {*state.names.values()} == {"1.weight", "1.bias"}
+    assert alike(net[1].weight.grad)
+    frozen = ddp(nn.Linear(3, 3))
+    frozen.module.bias.requires_grad_(rank == 0)
+    assert "bias is (3,) torch.float32 on rank 0 and (3,) torch.float32, frozen on rank 1" in refusal(attach, frozen)
 
 
 @on_ranks(2)

@@ -62,7 +62,7 @@ def attach(
         broadcast_weights: For FSDP2 only: whether to broadcast the first replica's weights to the others now. DDP
             broadcasts weights when it wraps a model.
         optimizer: The optimizer or a list of optimizers, for settings that depend on them (``adapt_momentum``,
-            ``momentum``); or, if they do not exist yet, a function that returns them at the first step.
+            ``momentum``); or a function that returns a list of them, which may be empty until the first step.
         scaler: The GradScaler that scales the loss. Residuals are then unscaled.
         local_world_size: For DDP only: ranks per node, for ``topology="hierarchical"`` and to count bytes between
             nodes. Ranks of a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_topk.adapters.checks import check_ddp_options, check_parameters, described, watch_gradients
 from lightning_topk.bucket import all_names_of, names_of
 from lightning_topk.config import CPU_BUCKET_MB, TopKConfig
-from lightning_topk.runtime.groups import check_agreement, device_of, on_gpus
+from lightning_topk.runtime.groups import check_agreement, on_failure, on_gpus
 from lightning_topk.runtime.lanes import Future
 from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
@@ -132,28 +132,25 @@ def attach(
     optimizers = getter(optimizer)
     for each in earlier:
         each.state.close()
-    with device_of(names):
-        group = model.process_group if model.process_group is not dist.group.WORLD else None
-        state = TopKState(config, process_group=group, optimizers=optimizers, **arguments)
-    try:
-        check_agreement(described(model.module), "Build the same model on every rank.", group)
+    device = next((parameter.device for parameter in names if parameter.requires_grad), model.device)
+    group = model.process_group if model.process_group is not dist.group.WORLD else None
+    state = TopKState(config, device, process_group=group, optimizers=optimizers, **arguments)
+    with on_failure(state.close):
+        check_agreement(described(names), "Build the same model on every rank.", device, state.open_groups().all)
         state.buckets.all_names = all_names_of(model.module)
         state.buckets.learn_names(names)
-        state.open_groups().connect(model.device)
+        state.open_groups().connect()
         state.residuals.keep_only(names)
-        state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups().all)
+        state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups())
+        if model.find_unused_parameters and not model.static_graph:
+            state.watch_use(names)
+        state.check_launch_order(model)
         if earlier:
             earlier[0].state = state
             model.reducer._reset_state()  # a backward pass with the closed state may have failed halfway
         else:
             model.register_comm_hook(InUse(state), topk_hook)
             model.register_forward_pre_hook(_check_join)
-    except (RuntimeError, ValueError):
-        state.close()
-        raise
-    if model.find_unused_parameters and not model.static_graph:
-        state.watch_use(names)
-    state.check_launch_order(model)
     return state
 
 

@@ -120,7 +120,8 @@ class TopKStrategy(DDPStrategy):
         Returns the closed state that exchanged any of the parameters, if it is only one. A collective.
         """
         closed = []
-        everyones = gathered([ddp() is None for ddp, _ in self._states]) if self._states else []
+        mine = [ddp() is None for ddp, _ in self._states]
+        everyones = gathered(mine, self.root_device) if mine else []
         for (_, state), *gone in zip(self._states, *everyones, strict=True):
             if all(gone) or parameters == state.names.keys():
                 state.close()
