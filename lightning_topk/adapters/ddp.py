@@ -22,9 +22,9 @@ from typing_extensions import override
 from lightning_topk.adapters.checks import check_ddp_options, check_parameters, described, watch_gradients
 from lightning_topk.bucket import all_names_of, names_of
 from lightning_topk.config import CPU_BUCKET_MB, TopKConfig
-from lightning_topk.runtime.groups import check_agreement, on_failure, on_gpus
+from lightning_topk.runtime.groups import DESCRIPTION, check_agreement, on_failure, on_gpus
 from lightning_topk.runtime.lanes import Future
-from lightning_topk.runtime.messages import LOGGER
+from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
 
@@ -40,15 +40,22 @@ class TopKState(HookState):
         self._used, self.voting = set(), True
         self._watches = [watch for each in parameters for watch in watch_gradients(each, self._used.add)]
 
-    def check_launch_order(self, model: torch.nn.Module) -> None:
+    def check_launch_order(self, model: DistributedDataParallel) -> None:
         """Names collectives of the backward pass that NCCL may start in another order than the exchange's."""
         sync = any(isinstance(each, torch.nn.SyncBatchNorm) for each in model.modules())
+        others = [
+            each.group_desc or each.group_name
+            for each in dist.distributed_c10d._world.pg_map
+            if each not in (dist.group.WORLD, model.process_group) and each.group_desc != DESCRIPTION
+            if each.size() > 1 and on_gpus(each)
+        ]
         in_order = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
-        if sync and self.world > 1 and on_gpus(self.open_groups().all) and not in_order:
+        if (sync or others) and self.world > 1 and on_gpus(self.open_groups().all) and not in_order:
+            whose = "SyncBatchNorm's collectives" if sync else f"collectives of {others[0]!r}, if backward has any,"
             self._say(
-                "lightning_topk: SyncBatchNorm's collectives run beside the exchange's, which have communicators of "
-                "their own. If a GPU is too busy for kernels of both, they must start in the same order on all ranks: "
-                "set NCCL_LAUNCH_ORDER_IMPLICIT=1 before training (NCCL 2.26 and later), or training may hang."
+                f"lightning_topk: {whose} run beside the exchange's, which have communicators of their own. If a GPU "
+                "is too busy for kernels of both, they must start in the same order on all ranks: set "
+                "NCCL_LAUNCH_ORDER_IMPLICIT=1 before training (NCCL 2.26 and later), or training may hang."
             )
 
     def launch(self, bucket: GradBucket) -> Future:
@@ -94,17 +101,32 @@ class InUse:
     def __init__(self, state: TopKState) -> None:
         self.state = state
 
+    def __deepcopy__(self, memo: Any) -> "Copied":
+        return Copied(self.state._say)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        # DDP pickles it, but a copy of the model has no hook.
-        return _left_out, ()
+        return Copied, ()  # DDP pickles it
 
 
-def _left_out() -> None:
-    """Replaces the state in a pickle or deep copy of a DDP model."""
-    LOGGER.warning(
-        "lightning_topk: a copy of a DDP model has no communication hook, and exchanges whole gradients. To compress "
-        "them, attach the copy too."
-    )
+class Copied:
+    """Takes the state's place in a copy of a DDP model, which has no hook; says so if the copy is trained."""
+
+    def __init__(self, say: WarnOnce | None = None) -> None:
+        self._say = say
+
+    def __deepcopy__(self, memo: Any) -> "Copied":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Copied, ()
+
+    def warn(self) -> None:
+        """Says once, on rank 0, that the copy exchanges whole gradients."""
+        self._say = self._say or WarnOnce(None, dist.get_rank())
+        self._say(
+            "lightning_topk: a copy of an attached DDP model is trained. It has no communication hook, and exchanges "
+            "whole gradients. To compress them, attach the copy too."
+        )
 
 
 def topk_hook(model: InUse, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -120,7 +142,7 @@ def attach(
 ) -> TopKState:
     """Makes a DDP model exchange its gradients with :func:`topk_hook`; see :func:`lightning_topk.attach`."""
     check_ddp_options({**vars(model), "delay_all_reduce_named_params": model._delay_all_reduce_params})
-    model._comm_hooks[:] = [each for each in model._comm_hooks if each != (topk_hook, None)]  # left in a copy
+    model._comm_hooks[:] = [each for each in model._comm_hooks if not isinstance(each[1], Copied)]
     earlier = [each for _, each in model._comm_hooks if isinstance(each, InUse)]
     if len(model._comm_hooks) > len(earlier):
         raise RuntimeError(
@@ -150,7 +172,7 @@ def attach(
             model.reducer._reset_state()  # a backward pass with the closed state may have failed halfway
         else:
             model.register_comm_hook(InUse(state), topk_hook)
-            model.register_forward_pre_hook(_check_join)
+            model.register_forward_pre_hook(_check_use)
     return state
 
 
@@ -165,8 +187,11 @@ def _exchanged(model: DistributedDataParallel) -> dict[Tensor, str]:
     return {parameter: name for parameter, name in names_of(model.module).items() if parameter in exchanged}
 
 
-def _check_join(model: DistributedDataParallel, args: Any) -> None:
-    """Refuses a ``join`` whose mean is not over all ranks."""
+def _check_use(model: DistributedDataParallel, args: Any) -> None:
+    """Warns of a copy that is trained, and refuses a ``join`` whose mean is not over all ranks."""
+    for _, state in model._comm_hooks if model.training and torch.is_grad_enabled() else ():
+        if isinstance(state, Copied):
+            state.warn()
     if model._join_config.enable and not model._divide_by_initial_world_size:
         raise ValueError(
             "join(divide_by_initial_world_size=False) is not supported with top-k exchange, which takes the mean "
