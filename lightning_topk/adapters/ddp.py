@@ -7,8 +7,9 @@ and returns a future immediately, so backward continues while bytes travel.
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ class TopKState(HookState):
 
     _used: "set[Tensor] | None" = None  # parameters that got a gradient which is not exchanged yet, if watched
     _watches: "Sequence[RemovableHandle]" = ()
+    _outside: "Sequence[tuple[Tensor, str]]" = ()  # parameters that an optimizer updates and DDP does not reduce
+    model: "Callable[[], DistributedDataParallel | None]" = staticmethod(lambda: None)
+    """Returns the model while it is in use."""
 
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
         """Tracks which parameters get a gradient, for models with unused parameters."""
@@ -81,7 +85,23 @@ class TopKState(HookState):
         future = self.exchange(parameters, buffer, f"bucket {index}", used)
         if last:
             self.end_pass()
+            self._check_outside()
         return future
+
+    def _check_outside(self) -> None:
+        """Names trained parameters that DDP does not reduce, though it is not told to ignore them."""
+        model = self.model()
+        if model is not None and self.optimizers.renewed:
+            self.optimizers.renewed, updated = False, self.optimizers.updated()
+            updated.difference_update(*self.last_buckets)
+            self._outside = [each for each in _exchanged(model).items() if each[0] in updated] if updated else ()
+        drifting = [name for p, name in self._outside if p.requires_grad]
+        if drifting:
+            self._say(
+                f"lightning_topk: DDP does not reduce {drifting[0]!r} (one of {len(drifting)} parameters), which an "
+                "optimizer updates: it was added or unfrozen after DDP wrapped the model, so the ranks drift apart. "
+                "Wrap the module in a new DistributedDataParallel, and attach that."
+            )
 
     def continue_from(self, other: "TopKState") -> None:
         """Continues the counts, measurements and messages of another state of the same run."""
@@ -157,6 +177,7 @@ def attach(
     device = next((parameter.device for parameter in names if parameter.requires_grad), model.device)
     group = model.process_group if model.process_group is not dist.group.WORLD else None
     state = TopKState(config, device, process_group=group, optimizers=optimizers, **arguments)
+    state.model = ref(model)
     with on_failure(state.close):
         check_agreement(described(names), "Build the same model on every rank.", device, state.open_groups().all)
         state.buckets.all_names = all_names_of(model.module)

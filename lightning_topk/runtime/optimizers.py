@@ -86,11 +86,17 @@ class Optimizers:
         self.adapted: Collection[Tensor] = ()
         """Parameters that the last pass compressed."""
         self._count = 0  # parameters that the watched optimizers update
+        self.renewed = False
+        """Whether they were replaced or got parameters; the adapter that reads it resets it."""
         self._elsewhere: set[str] = set()  # parameters that only other ranks' optimizers had at attach
 
     def _now(self) -> list[Optimizer]:
         """The user's optimizers now."""
         return [] if self._getter is None else [*map(unwrapped, _listed(self._getter()))]
+
+    def updated(self) -> set[Tensor]:
+        """The parameters that they update."""
+        return {p for each in self._now() for p in parameters_of(each)}
 
     @property
     def scale(self) -> Tensor | None:
@@ -180,10 +186,10 @@ class Optimizers:
             self._say.note(*notes)
             self._say(*warnings)
         self.watch.start(now)
-        self._count = count
+        self._count, self.renewed = count, True
         self._find_groups(now)
         if now and self._config.compresses:
-            self._warn_of_idle({p for each in now for p in parameters_of(each)}, compressed)
+            self._warn_of_idle(self.updated(), compressed)
 
     def end_pass(self, buckets: Sequence[Bucket], step: int, epoch: int) -> None:
         """Ends a backward pass that exchanged these buckets."""
