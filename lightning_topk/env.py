@@ -55,5 +55,6 @@ def ranks(gpus: int) -> str:
     except ValueError as error:
         return str(error)
     if world == 1:
-        return "1, as no launcher set WORLD_SIZE; to see backend and topology, start this command as your training"
+        hint = "to see backend and topology, run this command under the launcher that you train with"
+        return f"1, as no launcher set WORLD_SIZE; {hint}"
     return f"{world}, {local} per node: {'nccl' if gpus >= local else 'gloo'}, topology {topology}"

@@ -226,7 +226,8 @@ def replace_kernels(setattr: Callable[..., None], stand_in: Callable[[str, list[
     for name, value in vars(kernels).items():
         if type(value).__module__.startswith("triton.runtime"):
             setattr(kernels, name, stand_in(name, value.arg_names))
-    setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext())
+    for name in ("device", "device_of"):
+        setattr(torch.cuda, name, lambda x: contextlib.nullcontext())
     setattr(FakeTensor, "data_ptr", lambda self: id(self.untyped_storage()))
     setattr(ops, "to_device", lambda x, device: torch.empty_like(x, device=device))
 

@@ -6,22 +6,28 @@ import itertools
 import logging
 import os
 import pickle
+import time
 from unittest import mock
 
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from groups import on_ranks
-from ranks import attach, attached, four_layers, gradient, loss_of, mean_over_ranks, refusal, train
+from ranks import alike, attach, attached, batch, four_layers, gradient, loss_of, mean_over_ranks, refusal, train
 from torch import nn
+from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_topk import TopKConfig
 from lightning_topk.adapters.checks import check_parameters
-from lightning_topk.bucket import names_of
+from lightning_topk.bucket import all_names_of, names_of
 from lightning_topk.core import ops
 from lightning_topk.runtime import groups as agreement
 from lightning_topk.schedule import ExponentialWarmup, Schedule
@@ -64,6 +70,15 @@ def ddp(net: nn.Module | None = None, **options) -> DistributedDataParallel:
     return DistributedDataParallel(nn.Linear(3, 3) if net is None else net, **options)
 
 
+def replicated() -> nn.Module:
+    """A module that torch replicates on a mesh of one dimension, as FSDP2 does on a mesh of two."""
+    try:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+    except ImportError:  # before torch 2.10
+        return replicate_by_ddp(nn.Linear(3, 3))
+    return replicate(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (2,)))
+
+
 @on_ranks(2)
 def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, world):
     net, taken = nn.Linear(3, 3), ddp()
@@ -74,6 +89,8 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
         "This is a Linear on one of 2 ranks. Pass the model that training calls": (net, {}),
         "FSDP1 has no hook for": (FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), {}),
         "already has another communication hook, and DDP takes only one": (taken, {}),
+        "replicate() wraps": (nn.Sequential(replicated()), {}),
+        "Use DistributedDataParallel(model)": (replicate_by_ddp(nn.Linear(3, 3)), {}),
         "skip_all_reduce_unused_params=True is not supported with top-k exchange": (
             ddp(skip_all_reduce_unused_params=True, find_unused_parameters=True), {},
         ),
@@ -83,6 +100,8 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
         "Adam has momentum 0.9 of its own": (ddp(net), {"momentum": 0.9, "optimizer": Adam(net.parameters())}),
         "Pass optimizer=": (ddp(), {"momentum": 0.9}),
         "must be a torch optimizer, a list of them, or a function": (ddp(), {"optimizer": net.parameters()}),
+        "the function optimizer= returned None, but must return a list of": (ddp(), {"optimizer": lambda: None}),
+        "the function optimizer= returned [Linear(in_": (ddp(), {"optimizer": lambda: [net]}),
         "epochs=2) depends on the epoch": (ddp(), {"ratio": 0.1, "server_ratio": by_epoch}),
         "optimizer= is a function on rank 0 and missing on rank 1": (ddp(net), {"optimizer": None if rank else list}),
         "the optimizer of 'bias' is Adam on rank 0 and missing on rank 1": (
@@ -101,6 +120,57 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
     for ratio in (halving, short):  # equal functions of different processes are equal
         attach(ddp(), ratio=ratio)
     assert ranks.unsaid(said) == []
+
+
+STEPS = (
+    "runtime.groups._own_group", "runtime.messages.start_message",
+    "runtime.groups.Groups.connect", "runtime.optimizers.Optimizers.start", "adapters.{}.described",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [KeyError, TypeError, KeyboardInterrupt])
+@on_ranks(2)
+def test_whatever_attach_raises_leaves_nothing_open(rank, world, error):
+    """A user's function, a library or Ctrl+C may raise anything, at the second call of a step."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    sharded = fully_shard(four_layers(), mesh=mesh["shard"])
+    ways = {"ddp": (ddp(), {}), "fsdp.hook": (sharded, {"process_group": mesh["replicate"]})}
+    attach(sharded, process_group=mesh["replicate"], ratio=0.1).close()  # groups of some ranks are kept
+    before, hooks = ranks.open_now()[2], len(_global_optimizer_post_hooks)
+    for (way, (model, options)), step in itertools.product(ways.items(), STEPS):
+        path = f"lightning_topk.{step.format(way)}"
+        if way == "ddp" or "_own_group" not in path:
+            with mock.patch(path, side_effect=error), pytest.raises(error):
+                attach(model, ratio=0.1, announce=lambda words: None, **options)
+        assert (ranks.open_now()[2], len(_global_optimizer_post_hooks)) == (before, hooks), (way, step)
+    for model, options in ways.values():
+        attach(model, ratio=0.1, **options)
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_in_attach_does_not_keep_the_others_waiting(rank, world):
+    before = time.monotonic()
+    with mock.patch("lightning_topk.adapters.ddp.all_names_of", side_effect=KeyError if rank else all_names_of):
+        if rank:
+            with pytest.raises(KeyError):
+                attach(ddp(), ratio=0.1)
+        else:
+            assert refusal(attach, ddp(), ratio=0.1)
+    assert time.monotonic() - before < 10
+
+
+@on_ranks(2)
+def test_parameters_that_ddp_ignores_may_differ_by_rank(rank, world):
+    """Each rank has its shard of an embedding, which hybrid-parallel models exchange themselves."""
+    net = nn.Sequential(nn.Embedding((60, 40)[rank], 20), nn.Linear(20, 20))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
+    state = attach(model := ddp(net), **WHOLE, optimizer=SGD(net.parameters(), lr=0.1))
+    model(torch.tensor([rank])).sum().backward()
+    assert {*state.names.values()} == {"1.weight", "1.bias"}
+    assert alike(net[1].weight.grad)
+    frozen = ddp(nn.Linear(3, 3))
+    frozen.module.bias.requires_grad_(rank == 0)
+    assert "bias is (3,) torch.float32 on rank 0 and (3,) torch.float32, frozen on rank 1" in refusal(attach, frozen)
 
 
 @on_ranks(2)
@@ -152,20 +222,33 @@ def test_nodes_come_from_torchrun_and_those_of_several_gpus_are_one_worker(rank,
             assert "needs the same number of ranks on every node, but LOCAL_WORLD_SIZE is [" in refused
 
 
+@pytest.mark.parametrize("other", ["SyncBatchNorm's collectives", "collectives of 'experts', if backward has any,"])
 @on_ranks(2)
-def test_synchronised_batch_norm_over_nccl_asks_for_one_order_of_launches(rank, world):
-    """On fake GPUs: DDP refuses such layers on CPUs."""
-    said: list[str] = []
-    state, net = attach(ddp(), announce=said.append), nn.SyncBatchNorm(3)
-    for gpus, value in ((False, "0"), (True, "1"), (True, "0")):
-        assert not any("SyncBatchNorm" in line for line in said)
+def test_other_collectives_of_nccl_in_backward_ask_for_one_order_of_launches(rank, world, other):
+    """On fake GPUs: DDP refuses synchronised layers on CPUs."""
+    said, others = list[str](), list[dist.ProcessGroup]()
+
+    def check(gpus: bool = True, variable: str = "0") -> bool:
+        known = dict.fromkeys([dist.group.WORLD, model.process_group, *state.groups.among.values(), *others])
         with (
+            mock.patch.object(dist.distributed_c10d, "_pg_map", known),
             mock.patch("lightning_topk.adapters.ddp.on_gpus", return_value=gpus),
-            mock.patch.dict(os.environ, {"NCCL_LAUNCH_ORDER_IMPLICIT": value}),
+            mock.patch.dict(os.environ, {"NCCL_LAUNCH_ORDER_IMPLICIT": variable}),
         ):
-            state.check_launch_order(nn.Linear(3, 3))
-            state.check_launch_order(net)
-    assert any("set NCCL_LAUNCH_ORDER_IMPLICIT=1" in line for line in said) == (rank == 0)
+            state.check_launch_order(model)
+        return any(f"{other} run beside the exchange's" in line and "IMPLICIT=1" in line for line in said)
+
+    model = ddp(process_group=dist.new_group([0, 1]))
+    state = attach(model, announce=said.append)
+    check()
+    assert not any("beside" in line for line in said), "there are only DDP's group and ours"
+    if "experts" in other:
+        others.append(dist.new_group([0, 1], group_desc="experts"))
+    else:
+        model.module = nn.SyncBatchNorm(3)
+    assert not check(gpus=False)
+    assert not check(variable="1")
+    assert check() == (rank == 0)
 
 
 @on_ranks(2)
@@ -207,17 +290,23 @@ def test_layers_frozen_before_attach_are_exchanged_once_they_are_trained(rank, w
 
 @on_ranks(2)
 def test_copies_of_an_attached_model_train_with_plain_ddp_and_warn(rank, world):
+    words = "a copy of an attached DDP model is trained. It has no communication hook"
     with ranks.log() as said:
         for options in ({}, {"find_unused_parameters": True}):
             torch.manual_seed(0)
             net = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20))
-            plain, model = ddp(copy.deepcopy(net), **options), ddp(net, **options)
-            state = attach(model, ratio=0.1)
+            plain, model, announced = ddp(copy.deepcopy(net), **options), ddp(net, **options), []
+            state = attach(model, ratio=0.1, announce=announced.append)
             loss_of(model, rank, 0).backward()
             saved = io.BytesIO()
             torch.save(model, saved)
             saved.seek(0)
             made = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
+            made.append(copy.deepcopy(made[0]))
+            average = AveragedModel(model)
+            average.update_parameters(model)
+            average.eval()(batch(rank, 0))
+            assert not any(words in line for line in (*said, *announced)), "none is trained"
             for each in (plain, *made):
                 each.load_state_dict(plain.state_dict())
                 each.zero_grad()
@@ -228,7 +317,9 @@ def test_copies_of_an_attached_model_train_with_plain_ddp_and_warn(rank, world):
             again = attach(made[0], ratio=0.1)  # as the warning says
             loss_of(made[0], rank, 2).backward()
             assert again.report().bytes["uplink"] > 0
-    assert sum("a copy of a DDP model has no communication hook" in line for line in said) == 6
+            found = [sum(words in line for line in lines) for lines in (said, announced)]
+            assert found == [2 * (rank == 0), rank == 0], "two copies have been pickled"
+            said.clear()
 
 
 @on_ranks(2)

@@ -38,7 +38,7 @@ def test_the_report_names_versions_devices_and_the_variables_that_steer_communic
     assert {"python", "lightning_topk", "numba", "triton", "GPUs", "CUDA", "NCCL", "system"} <= {*facts}
     assert facts["NCCL_SOCKET_IFNAME"] + facts["GLOO_SOCKET_IFNAME"] + facts["TORCH_NCCL_TRACE"] == "eth7eth81"
     assert "SECRET_TOKEN" not in facts
-    assert "no launcher" in facts["ranks"]
+    assert facts["ranks"].endswith("run this command under the launcher that you train with")
     assert said(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK="1", LOCAL_RANK="1") == {}, "one rank of a node reports"
 
 

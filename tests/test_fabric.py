@@ -5,6 +5,7 @@ import itertools
 import warnings
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,6 +62,18 @@ def test_several_fabric_modules_learn_as_with_ddp_and_accumulate(rank, world):
             optimizer.step()
         torch.testing.assert_close(weights(model), weights(alone), rtol=1e-5, atol=1e-6)
     assert exchanged == [4, 4]  # once per step: gradients accumulate
+
+
+def test_without_a_process_group_a_module_is_set_up_as_by_ddp_strategy(monkeypatch):
+    """Fabric's own tests replace DDP by a mock, and start no ranks."""
+    made = mock.Mock()
+    monkeypatch.setattr("lightning.fabric.strategies.ddp.DistributedDataParallel", made)
+    strategy, net = (
+        TopKStrategy(parallel_devices=[torch.device("cpu")] * 2, find_unused_parameters=True),
+        nn.Linear(1, 1),
+    )
+    assert strategy.setup_module(net) is made.return_value
+    made.assert_called_once_with(module=net, device_ids=None, find_unused_parameters=True)
 
 
 @on_ranks(2)

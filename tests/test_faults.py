@@ -28,6 +28,7 @@ from lightning_topk.runtime import groups as process_groups
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.volume import volume
 
+CPU = torch.device("cpu")
 JOB = Path(__file__).with_name("job.py")
 
 
@@ -45,7 +46,7 @@ def default_group(tmp_path):
 
 def test_groups_that_torch_has_destroyed_are_dropped_silently(default_group):
     default_group()
-    groups = Groups.make(None, None)
+    groups = Groups.make(None, CPU, None)
     dist.destroy_process_group()
     default_group()
     groups.destroy()
@@ -60,7 +61,7 @@ def test_exchanges_use_the_timeout_of_the_users_own_group(default_group):
         (dist.new_group([0], timeout=some), None, some),
         (None, own, own),
     ):
-        state = TopKState(TopKConfig(), process_group=group, timeout=given)
+        state = TopKState(TopKConfig(), CPU, process_group=group, timeout=given)
         backend = state.groups.all._get_backend(torch.device("cpu"))
         state.close()
         assert backend.options._timeout == expected
@@ -69,7 +70,7 @@ def test_exchanges_use_the_timeout_of_the_users_own_group(default_group):
 def test_a_rank_that_failed_alone_does_not_wait_to_destroy_an_nccl_group(default_group, monkeypatch):
     """Its error would not surface before the others' collectives time out."""
     default_group()
-    groups, destroy, others, destroyed = Groups.make(None, None), dist.destroy_process_group, Event(), Event()
+    groups, destroy, others, destroyed = Groups.make(None, CPU, None), dist.destroy_process_group, Event(), Event()
 
     def waits(group: dist.ProcessGroup) -> None:
         assert others.wait(60)

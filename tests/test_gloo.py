@@ -123,7 +123,7 @@ def test_laws_hold(groups, world, topology, bidirectional, mode, settings):
 )
 @on_ranks(lambda nodes, local, **_: nodes * local)
 def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional, wire, nodes, local):
-    groups = Groups.make(None, None, local, hierarchy=local > 1)
+    groups = Groups.make(None, torch.device("cpu"), None, local, hierarchy=local > 1)
     config, numel = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire=wire, topology=topology), 3001
     simulated, results = Cluster(config, world, numel, local=local), []
     end = simulated.plan.endpoint(rank, torch.float32, torch.device("cpu"))

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from streams import Event, Gpu, Kernel, Stream, replace_kernels, reply_to
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -24,7 +23,7 @@ from lightning_topk.adapters.fsdp.param_groups import ParamGroup
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.runtime import collectives as drive
-from lightning_topk.runtime import groups, lanes
+from lightning_topk.runtime import lanes
 from lightning_topk.runtime.groups import Groups
 
 CUDA = torch.device("cuda", 0)
@@ -96,7 +95,9 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
         parameters = [torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in SIZES]
         optimizers = [torch.optim.SGD(each, 0.1, foreach=False) for each in (parameters[:2], parameters[2:])]
         scaler = Scaler() if case.scaler else None
-    state = ddp.TopKState(TopKConfig(**given), optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL)
+    state = ddp.TopKState(
+        TopKConfig(**given), CUDA, optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL
+    )
     state.buckets.learn_names({p: f"p{number}" for number, p in enumerate(parameters)})
     state._together = case.together
     if case.votes:
@@ -286,13 +287,6 @@ def test_a_gpu_lane_takes_no_job_after_a_failed_one(gpu):
     assert ran == ["first", "second"]
 
 
-def test_objects_are_sent_on_the_models_device():
-    """The current device of every rank is the first GPU, unless the user sets it."""
-    assert groups.device_of([mock.Mock(device=torch.device("cuda", 1))]).idx == 1
-    with groups.device_of(nn.Linear(2, 2).parameters()):  # without a driver, a GPU's fails here
-        pass
-
-
 def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all(monkeypatch):
     """NCCL splits a bound group's communicator on all its ranks, but ranks that do not train the model never join."""
     split = mock.Mock(side_effect=AssertionError("a split"))
@@ -301,7 +295,7 @@ def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all(monkeypa
     try:
         some = dist.new_group([0, 1], use_local_synchronization=True)
         bound = dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-        ours = Groups.make(some, None, local=1, hierarchy=True)
+        ours = Groups.make(some, torch.device("cpu"), None, local=1, hierarchy=True)
         made = [*ours.among.values()]
         assert [dist.get_process_group_ranks(each) for each in made] == [[0, 1], [0], [0, 1]]
         assert [each.bound_device_id for each in made] == [bound] * 3

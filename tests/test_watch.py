@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from groups import on_ranks
-from ranks import attached, batch, four_layers, loss_of, train
+from ranks import attach, attached, batch, four_layers, loss_of, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -133,7 +133,44 @@ def in_turn(rank: int, say: Say, shares: bool) -> None:
         optimizers[step % 2].step()
 
 
+def outside(rank: int, say: Say, case: str) -> None:
+    """The model gets another layer after DDP has wrapped it, or a frozen one is trained."""
+    net = four_layers()
+    net[0].requires_grad_(case != "unfrozen")
+    ignored = ["4.weight", "4.bias"] if case == "ignored" else []
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+    model, optimizers = DistributedDataParallel(net), [sgd(net)]
+    if case in ("before attach", "ignored", "frozen"):
+        net.append(nn.Linear(20, 20).requires_grad_(case != "frozen"))
+        optimizers[0].add_param_group({"params": net[4].parameters()})
+    attach(model, ratio=0.1, optimizer=lambda: optimizers, announce=say)
+    for step in range(4):
+        if step == 2 and case == "after attach":
+            net.append(nn.Linear(20, 20))
+            optimizers[0] = sgd(net)
+        net[0].requires_grad_(case != "unfrozen" or step > 1)
+        train(model, rank, (step,), optimizers[0])
+
+
+def synchronised_late(rank: int, say: Say, case: str) -> None:
+    """Gradients are accumulated, and the exchange is switched on before the last backward pass, or its forward pass."""
+    net = four_layers()
+    optimizer = sgd(net)
+    model, _ = attached(net, ratio=0.1, optimizer=optimizer, announce=say)
+    for step in range(6):
+        last = step % 2 == 1
+        model.require_backward_grad_sync = last and (case == "in time" or step == 1)
+        loss = loss_of(model, rank, step)
+        model.require_backward_grad_sync = last
+        loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 WARNINGS = {
+    "outside": "DDP does not reduce ",
+    "drift": "SGD took a step with gradients that were not exchanged",
     "bypassed": "SGD took a step, but no gradient was exchanged since attach",
     "left out": "2 of 8 trained parameters ('0.weight' for one) are in no optimizer",
     "copies": "2 of 2 trained parameters ('weight' for one) are in no optimizer. If an optimizer steps copies",
@@ -157,6 +194,10 @@ CASES = [
     *((scaled, (True, fused, (3,)), None) for fused in (False, True)),
     (copied, "", "copies"),
     *((in_turn, shares, None) for shares in (True, False)),
+    *((outside, case, "outside") for case in ("before attach", "after attach", "unfrozen")),
+    *((outside, case, None) for case in ("ignored", "frozen")),
+    (synchronised_late, "too late", "drift"),
+    (synchronised_late, "in time", None),
 ]
 """A scenario, its case, and the one warning that it gives."""
 

@@ -62,7 +62,7 @@ def attach(
         broadcast_weights: For FSDP2 only: whether to broadcast the first replica's weights to the others now. DDP
             broadcasts weights when it wraps a model.
         optimizer: The optimizer or a list of optimizers, for settings that depend on them (``adapt_momentum``,
-            ``momentum``); or, if they do not exist yet, a function that returns them at the first step.
+            ``momentum``); or a function that returns a list of them, which may be empty until the first step.
         scaler: The GradScaler that scales the loss. Residuals are then unscaled.
         local_world_size: For DDP only: ranks per node, for ``topology="hierarchical"`` and to count bytes between
             nodes. Ranks of a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
@@ -77,7 +77,7 @@ def attach(
 
     Raises:
         TypeError: The model is wrapped neither in DistributedDataParallel nor by ``fully_shard``, ``optimizer`` has
-            another type, or a setting is unknown.
+            another type or returns something else, or a setting is unknown.
         ValueError: A model option bypasses or contradicts the hook, a setting needs an argument that was not passed,
             or an argument belongs to the other wrapper.
         RuntimeError: The model already has another communication hook.
@@ -86,7 +86,13 @@ def attach(
     earlier = None if residuals is None else residuals.state
     common = {"timeout": timeout, "earlier": earlier, "epoch": epoch, "scaler": scaler, "announce": announce}
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    if any(kind.__name__ == "FSDPModule" for module in modules for kind in type(module).__mro__):
+    wrappers = {kind for module in modules for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
+    if any(kind.__module__.startswith("torch.distributed._composable.replicate") for kind in wrappers):
+        raise TypeError(
+            "attach does not take a model that torch's replicate() wraps: it calls no hook in place of its all-reduce. "
+            "Use DistributedDataParallel(model), and attach that."
+        )
+    if any(kind.__name__ == "FSDPModule" for kind in wrappers):
         # FSDP2 is slow to import; a sharded model has imported it already.
         from lightning_topk.adapters.fsdp import hook as fsdp
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 OTHER_HOOK = "a DDP model has one communication hook, and TopKStrategy installs its own. Remove it, or use DDPStrategy"
@@ -30,12 +29,9 @@ def check_ddp_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is not supported with top-k exchange: {reason}.")
 
 
-def described(module: Module) -> dict[str, str]:
-    """The parameters of a module in words, by name, to compare between ranks."""
-    return {
-        name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
-        for name, p in module.named_parameters()
-    }
+def described(names: Mapping[Tensor, str]) -> dict[str, str]:
+    """Parameters in words, by name, to compare between ranks."""
+    return {name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}" for p, name in names.items()}
 
 
 def check_parameters(names: Mapping[Tensor, str]) -> None:

@@ -7,9 +7,10 @@ and returns a future immediately, so backward continues while bytes travel.
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with classes, and strings fail.
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,9 @@ from typing_extensions import override
 from lightning_topk.adapters.checks import check_ddp_options, check_parameters, described, watch_gradients
 from lightning_topk.bucket import all_names_of, names_of
 from lightning_topk.config import CPU_BUCKET_MB, TopKConfig
-from lightning_topk.runtime.groups import check_agreement, device_of, on_gpus
+from lightning_topk.runtime.groups import DESCRIPTION, check_agreement, on_failure, on_gpus
 from lightning_topk.runtime.lanes import Future
-from lightning_topk.runtime.messages import LOGGER
+from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
 
@@ -37,6 +38,9 @@ class TopKState(HookState):
     _watches: "Sequence[RemovableHandle]" = ()
     _together = False  # whether the buckets of a pass are exchanged as one
     _waiting: "list[_Part]"
+    _outside: "Sequence[tuple[Tensor, str]]" = ()  # parameters that an optimizer updates and DDP does not reduce
+    model: "Callable[[], DistributedDataParallel | None]" = staticmethod(lambda: None)
+    """Returns the model while it is in use."""
 
     def exchange_together(self, model: DistributedDataParallel, trained: Iterable[Tensor]) -> None:
         """Exchanges a small model as one bucket, unless the user has set the size of buckets.
@@ -63,15 +67,22 @@ class TopKState(HookState):
             places, _ = private._compute_bucket_assignment_by_size([*trained], [first, model.bucket_bytes_cap])
             self.buckets.plan_together([tuple(trained[place] for place in each) for each in reversed(places)])
 
-    def check_launch_order(self, model: torch.nn.Module) -> None:
+    def check_launch_order(self, model: DistributedDataParallel) -> None:
         """Names collectives of the backward pass that NCCL may start in another order than the exchange's."""
         sync = any(isinstance(each, torch.nn.SyncBatchNorm) for each in model.modules())
+        others = [
+            each.group_desc or each.group_name
+            for each in dist.distributed_c10d._world.pg_map
+            if each not in (dist.group.WORLD, model.process_group) and each.group_desc != DESCRIPTION
+            if each.size() > 1 and on_gpus(each)
+        ]
         in_order = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0")
-        if sync and self.world > 1 and on_gpus(self.open_groups().all) and not in_order:
+        if (sync or others) and self.world > 1 and on_gpus(self.open_groups().all) and not in_order:
+            whose = "SyncBatchNorm's collectives" if sync else f"collectives of {others[0]!r}, if backward has any,"
             self._say(
-                "lightning_topk: SyncBatchNorm's collectives run beside the exchange's, which have communicators of "
-                "their own. If a GPU is too busy for kernels of both, they must start in the same order on all ranks: "
-                "set NCCL_LAUNCH_ORDER_IMPLICIT=1 before training (NCCL 2.26 and later), or training may hang."
+                f"lightning_topk: {whose} run beside the exchange's, which have communicators of their own. If a GPU "
+                "is too busy for kernels of both, they must start in the same order on all ranks: set "
+                "NCCL_LAUNCH_ORDER_IMPLICIT=1 before training (NCCL 2.26 and later), or training may hang."
             )
 
     def launch(self, bucket: GradBucket) -> Future:
@@ -105,6 +116,7 @@ class TopKState(HookState):
             if self._waiting:
                 self._exchange_waiting()
             self.end_pass()
+            self._check_outside()
         return future
 
     def _exchange_waiting(self) -> None:
@@ -139,6 +151,21 @@ class TopKState(HookState):
             for each in (flat, *buffers):
                 each.record_stream(stream)
 
+    def _check_outside(self) -> None:
+        """Names trained parameters that DDP does not reduce, though it is not told to ignore them."""
+        model = self.model()
+        if model is not None and self.optimizers.renewed:
+            self.optimizers.renewed, updated = False, self.optimizers.updated()
+            updated.difference_update(*self.last_buckets)
+            self._outside = [each for each in _exchanged(model).items() if each[0] in updated] if updated else ()
+        drifting = [name for p, name in self._outside if p.requires_grad]
+        if drifting:
+            self._say(
+                f"lightning_topk: DDP does not reduce {drifting[0]!r} (one of {len(drifting)} parameters), which an "
+                "optimizer updates: it was added or unfrozen after DDP wrapped the model, so the ranks drift apart. "
+                "Wrap the module in a new DistributedDataParallel, and attach that."
+            )
+
     def continue_from(self, other: "TopKState") -> None:
         """Continues the counts, measurements and messages of another state of the same run."""
         self.telemetry.continue_from(other.telemetry)
@@ -166,17 +193,32 @@ class InUse:
     def __init__(self, state: TopKState) -> None:
         self.state = state
 
+    def __deepcopy__(self, memo: Any) -> "Copied":
+        return Copied(self.state._say)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        # DDP pickles it, but a copy of the model has no hook.
-        return _left_out, ()
+        return Copied, ()  # DDP pickles it
 
 
-def _left_out() -> None:
-    """Replaces the state in a pickle or deep copy of a DDP model."""
-    LOGGER.warning(
-        "lightning_topk: a copy of a DDP model has no communication hook, and exchanges whole gradients. To compress "
-        "them, attach the copy too."
-    )
+class Copied:
+    """Takes the state's place in a copy of a DDP model, which has no hook; says so if the copy is trained."""
+
+    def __init__(self, say: WarnOnce | None = None) -> None:
+        self._say = say
+
+    def __deepcopy__(self, memo: Any) -> "Copied":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Copied, ()
+
+    def warn(self) -> None:
+        """Says once, on rank 0, that the copy exchanges whole gradients."""
+        self._say = self._say or WarnOnce(None, dist.get_rank())
+        self._say(
+            "lightning_topk: a copy of an attached DDP model is trained. It has no communication hook, and exchanges "
+            "whole gradients. To compress them, attach the copy too."
+        )
 
 
 def topk_hook(model: InUse, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -192,7 +234,7 @@ def attach(
 ) -> TopKState:
     """Makes a DDP model exchange its gradients with :func:`topk_hook`; see :func:`lightning_topk.attach`."""
     check_ddp_options({**vars(model), "delay_all_reduce_named_params": model._delay_all_reduce_params})
-    model._comm_hooks[:] = [each for each in model._comm_hooks if each != (topk_hook, None)]  # left in a copy
+    model._comm_hooks[:] = [each for each in model._comm_hooks if not isinstance(each[1], Copied)]
     earlier = [each for _, each in model._comm_hooks if isinstance(each, InUse)]
     if len(model._comm_hooks) > len(earlier):
         raise RuntimeError(
@@ -204,31 +246,29 @@ def attach(
     optimizers = getter(optimizer)
     for each in earlier:
         each.state.close()
-    with device_of(names):
-        group = model.process_group if model.process_group is not dist.group.WORLD else None
-        state = TopKState(config, process_group=group, optimizers=optimizers, **arguments)
-    try:
-        check_agreement(described(model.module), "Build the same model on every rank.", group)
+    device = next((parameter.device for parameter in names if parameter.requires_grad), model.device)
+    group = model.process_group if model.process_group is not dist.group.WORLD else None
+    state = TopKState(config, device, process_group=group, optimizers=optimizers, **arguments)
+    state.model = ref(model)
+    with on_failure(state.close):
+        check_agreement(described(names), "Build the same model on every rank.", device, state.open_groups().all)
         state.buckets.all_names = all_names_of(model.module)
         state.buckets.learn_names(names)
-        state.open_groups().connect(model.device)
+        state.open_groups().connect()
         state.residuals.keep_only(names)
-        state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups().all)
+        state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups())
+        if model.find_unused_parameters and not model.static_graph:
+            state.watch_use(names)
+        state.check_launch_order(model)
         if earlier:
             earlier[0].state = state
             model.reducer._reset_state()  # a backward pass with the closed state may have failed halfway
         else:
             model.register_comm_hook(InUse(state), topk_hook)
-            model.register_forward_pre_hook(_check_join)
-    except (RuntimeError, ValueError):
-        state.close()
-        raise
-    trained = [p for p in names if p.requires_grad]
-    if model.find_unused_parameters and not model.static_graph:
-        state.watch_use(names)
-    state.exchange_together(model, trained)
-    state.plan_first_pass(model, trained)
-    state.check_launch_order(model)
+            model.register_forward_pre_hook(_check_use)
+        trained = [p for p in names if p.requires_grad]
+        state.exchange_together(model, trained)
+        state.plan_first_pass(model, trained)
     return state
 
 
@@ -243,8 +283,11 @@ def _exchanged(model: DistributedDataParallel) -> dict[Tensor, str]:
     return {parameter: name for parameter, name in names_of(model.module).items() if parameter in exchanged}
 
 
-def _check_join(model: DistributedDataParallel, args: Any) -> None:
-    """Refuses a ``join`` whose mean is not over all ranks."""
+def _check_use(model: DistributedDataParallel, args: Any) -> None:
+    """Warns of a copy that is trained, and refuses a ``join`` whose mean is not over all ranks."""
+    for _, state in model._comm_hooks if model.training and torch.is_grad_enabled() else ():
+        if isinstance(state, Copied):
+            state.warn()
     if model._join_config.enable and not model._divide_by_initial_world_size:
         raise ValueError(
             "join(divide_by_initial_world_size=False) is not supported with top-k exchange, which takes the mean "

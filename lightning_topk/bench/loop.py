@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from lightning_topk.bench.peers import Backward, Peer
+from lightning_topk.runtime.groups import gathered
 
 TURN, LONGEST = 0.2, 5  # seconds that a turn should last; its steps at most: within a turn, nothing waits for a GPU
 FEWEST = 3  # turns that are timed even if the time is up
@@ -83,16 +84,14 @@ Ask = Callable[[str, Callable[[Contender], float]], list[float]]
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all ranks. A collective; raises RuntimeError if a rank is gone."""
-    found: list[Any] = [None] * dist.get_world_size()
+    """The values of all ranks, over gloo. A collective; raises RuntimeError if a rank is gone."""
     try:
-        dist.all_gather_object(found, value)
+        return gathered(value, torch.device("cpu"))
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {dist.get_rank()} of {len(found)} lost another rank, which has died or cannot be reached; see that "
-            f"rank's own output. ({first_line(error)})"
+            f"rank {dist.get_rank()} of {dist.get_world_size()} lost another rank, which has died or cannot be "
+            f"reached; see that rank's own output. ({first_line(error)})"
         ) from error
-    return found
 
 
 def first_line(error: BaseException) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -32,6 +32,7 @@ class Groups:
         among: The group of all ranks that exchange gradients, ``all``; and with a hierarchy ``node``, the ranks of this
             node, and ``peers``, those with the same local rank on every node.
         place: This rank and their number, in words: known also once a group is gone.
+        device: This rank's, of the model.
         local: Ranks per node.
         timeout: Timeout of their collectives.
         kind: Groups of only some of all ranks take the place of others of the same kind; None if these have all ranks.
@@ -40,6 +41,7 @@ class Groups:
 
     among: Mapping[Among, dist.ProcessGroup]
     place: str
+    device: torch.device
     local: int
     timeout: timedelta | None
     kind: tuple[Any, ...] | None = None
@@ -54,6 +56,7 @@ class Groups:
     def make(
         cls,
         parent: dist.ProcessGroup | None,
+        device: torch.device,
         timeout: timedelta | None,
         local: int = 1,
         hierarchy: bool = False,
@@ -68,10 +71,10 @@ class Groups:
         """
         ranks, mine, kind = dist.get_process_group_ranks(parent or dist.group.WORLD), dist.get_rank(parent), None
         if parent is not None:
-            kind = ranks, dist.get_backend(parent), timeout, local, hierarchy
+            kind = ranks, dist.get_backend(parent), device, timeout, local, hierarchy
             _LEFT[:] = [each for each in _LEFT if each.all in dist.distributed_c10d._world.pg_map]
             left = {each.all.group_name: each for each in _LEFT if each.kind == kind}
-            shared = set.intersection(*map(set, gathered([*left], parent)))  # a rank that failed has left none
+            shared = set.intersection(*map(set, gathered([*left], device, parent)))  # a rank that failed has left none
             if shared:
                 groups = left[min(shared)]
                 _LEFT.remove(groups)
@@ -81,18 +84,21 @@ class Groups:
             nodes = [ranks[first : first + local] for first in range(0, len(ranks), local)]
             members["node"] = nodes, mine // local
             members["peers"] = [ranks[each::local] for each in range(local)], mine % local
-        among = {who: _own_group(*each, parent, timeout) for who, each in members.items()}
-        made = cls(among, f"rank {mine} of {len(ranks)}", local, timeout, kind)
-        checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # exported at run time
-        if second and parent is None and not checked and len(ranks) > 1 and not on_gpus(made.all):
-            made = replace(made, second_groups=cls.make(None, timeout, local, hierarchy))
+        among: dict[Among, dist.ProcessGroup] = {}
+        made = cls(among, f"rank {mine} of {len(ranks)}", device, local, timeout, kind)
+        with on_failure(made._destroy):
+            for who, each in members.items():
+                among[who] = _own_group(*each, parent, timeout)
+            checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # at run time
+            if second and parent is None and not checked and len(ranks) > 1 and not on_gpus(made.all):
+                made = replace(made, second_groups=cls.make(None, device, timeout, local, hierarchy))
         return made
 
-    def connect(self, device: torch.device) -> None:
+    def connect(self) -> None:
         """Creates NCCL's communicators and connections now, not in the first backward pass. A collective."""
-        for group in self.among.values() if device.type == "cuda" else ():
+        for group in self.among.values() if self.device.type == "cuda" else ():
             if "nccl" in dist.get_backend_config(group):
-                payload = torch.zeros(dist.get_world_size(group), dtype=torch.uint8, device=device)
+                payload = torch.zeros(dist.get_world_size(group), dtype=torch.uint8, device=self.device)
                 dist.all_to_all_single(torch.empty_like(payload), payload, group=group)
                 all_gather(payload, torch.zeros_like(payload[:1]), group)
 
@@ -181,22 +187,34 @@ def _own_group(
         default.bound_device_id = device
 
 
-def device_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """Makes a model's GPU the current device: NCCL sends objects through it, and the default is GPU 0 on every rank."""
-    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+@contextmanager
+def on_failure(undo: Callable[[], Any]) -> Iterator[None]:
+    """Undoes what this context has opened if any exception ends it, also Ctrl+C: other ranks may wait for this one."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a model's GPU the current device, which is GPU 0 on every rank unless the user sets it."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gathers a picklable value from every rank. A collective."""
+def gathered(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Gathers a picklable value from every rank. A collective: NCCL sends objects through ``device``, the model's."""
     rows: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(rows, value, group=group)
+    with on_device(device):
+        dist.all_gather_object(rows, value, group=group)
     return rows
 
 
-def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGroup | None = None) -> None:
+def check_agreement(
+    mine: Mapping[str, Any], remedy: str, device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
     """Checks that values are the same on every rank. A collective; if ranks differ, it raises on all of them."""
-    rows = gathered(dict(mine), group)
+    rows = gathered(dict(mine), device, group)
     for rank, row in enumerate(rows):
         for name in {**rows[0], **row}:
             first, other = rows[0].get(name, "missing"), row.get(name, "missing")
@@ -208,7 +226,11 @@ def check_agreement(mine: Mapping[str, Any], remedy: str, group: dist.ProcessGro
 
 
 def connect(
-    config: TopKConfig, process_group: dist.ProcessGroup | None, timeout: timedelta | None, local_world_size: int | None
+    config: TopKConfig,
+    device: torch.device,
+    process_group: dist.ProcessGroup | None,
+    timeout: timedelta | None,
+    local_world_size: int | None,
 ) -> tuple[Groups, TopKConfig, str]:
     """Creates this rank's groups and agrees with the other ranks on settings and nodes. A collective.
 
@@ -218,15 +240,15 @@ def connect(
     timeout = timeout or timeout_of(process_group)
     world, summary = dist.get_world_size(process_group), {**config.summary(), "local_world_size": local_world_size}
     gpus = on_gpus(process_group)
-    if config.adapts_momentum and (torch.cuda.is_available() or not gpus):
+    if config.adapts_momentum:
         # Steps of optimizers with and without a compiler differ in rounding. It may be installed and not work.
-        needs, kind = ("triton", "cuda") if gpus else ("numba", "cpu")
-        works = ops.fast(torch.device(kind)) is not None
+        needs, works = "numba" if device.type == "cpu" else "triton", ops.fast(device) is not None
         summary[needs] = "in use" if works else "broken" if needs in ops.FAILED else "missing"
-    check_agreement(summary, "Pass the same settings on every rank, and install the same packages.", process_group)
+    remedy = "Pass the same settings on every rank, and install the same packages."
+    check_agreement(summary, remedy, device, process_group)
     local, uneven = local_world_size or 1, ""
     if world > 1 and local_world_size is None:
-        local, uneven = _local_world_size(config, process_group)
+        local, uneven = _local_world_size(config, device, process_group)
     elif config.topology is None and world % local:
         local, uneven = 1, f"{world} ranks are not whole nodes of {local}"
     if world == 1:
@@ -234,8 +256,10 @@ def connect(
     alone = world == 1 and not config.momentum  # worker momentum needs a residual
     agreed = config.dense if alone else config.resolve(world, local, gpus)
     by_node = agreed.by_node and 1 < local < world
-    groups = Groups.make(process_group, timeout, local, by_node, second=agreed.compresses)
-    gathered(None, process_group)  # a rank that closed its groups now would break off connections of the others
+    groups = Groups.make(process_group, device, timeout, local, by_node, second=agreed.compresses)
+    with on_failure(lambda: groups.destroy(failed=True)):
+        # A rank that closed its groups now would break off connections of the others.
+        gathered(None, device, process_group)
     if uneven and (gpus or local_world_size) and config.topology is None:
         uneven = (
             f"lightning_topk: topology='sharded' is in force, since {uneven}. On nodes with equal numbers of "
@@ -245,9 +269,9 @@ def connect(
     return groups, agreed, ""
 
 
-def _local_world_size(config: TopKConfig, group: dist.ProcessGroup | None) -> tuple[int, str]:
+def _local_world_size(config: TopKConfig, device: torch.device, group: dist.ProcessGroup | None) -> tuple[int, str]:
     """Ranks per node from LOCAL_WORLD_SIZE, or 1 with the reason if it does not fit these ranks."""
-    told = gathered(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), group)
+    told = gathered(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), device, group)
     everyone = len(told) == dist.get_world_size()
     if everyone and len(set(told)) == 1 and len(told) % told[0] == 0:
         return int(told[0]), ""

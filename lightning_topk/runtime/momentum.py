@@ -303,10 +303,18 @@ def adapt_momentum(optimizers: Iterable[Optimizer], requester: Any) -> tuple[lis
                 "delivered, then for all the steps that it waited; adapt_momentum=False leaves the optimizer unchanged."
             )
         elif has_momentum:
+            torchs = type(optimizer).__module__.startswith("torch.optim.")
+            remedy = (
+                ""
+                if torchs
+                else (
+                    f" If {name} overrides the step of one of them, use that one, with hooks (register_step_pre_hook, "
+                    "register_step_post_hook) for the rest. If it wraps one, pass the inner optimizer."
+                )
+            )
             warnings.append(
-                f"lightning_topk: {name} keeps its own momentum: only torch's {ADAPTED} are adapted. If {name} "
-                "overrides the step of one of them, use that one, with hooks (register_step_pre_hook, "
-                "register_step_post_hook) for the rest. If it wraps one, pass the inner optimizer."
+                f"lightning_topk: {name} keeps its own momentum, and training may end behind DDP's: only torch's "
+                f"{ADAPTED} are adapted.{remedy}"
             )
     return notes, warnings
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.applied import Clipping, Rates, rate_of
-from lightning_topk.runtime.groups import check_agreement, gathered
+from lightning_topk.runtime.groups import Groups, check_agreement, gathered
 from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, parameters_of, unwrapped
 from lightning_topk.runtime.telemetry import Telemetry
@@ -32,7 +32,23 @@ def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) ->
         raise TypeError(
             f"optimizer={optimizer!r} must be a torch optimizer, a list of them, or a function that returns a list."
         )
+    if optimizer is not None:
+        found: Any = []
+        with suppress(Exception):  # of a function that fails until they exist
+            found = optimizer()
+        _listed(found)
     return optimizer
+
+
+def _listed(found: Any) -> list[Optimizer]:
+    """What a user's function returned, as a list of optimizers."""
+    several: list[Any] = [found] if _is_optimizer(found) else [*found] if isinstance(found, Iterable) else [None]
+    if not all(map(_is_optimizer, several)):
+        raise TypeError(
+            f"the function optimizer= returned {found!r:.200}, but must return a list of torch optimizers; an empty "
+            "one until they exist."
+        )
+    return several
 
 
 def _is_optimizer(x: Any) -> bool:
@@ -70,12 +86,17 @@ class Optimizers:
         self.adapted: Collection[Tensor] = ()
         """Parameters that the last pass compressed, or will compress if it has not ended."""
         self._count = 0  # parameters that the watched optimizers update
+        self.renewed = False
+        """Whether they were replaced or got parameters; the adapter that reads it resets it."""
         self._elsewhere: set[str] = set()  # parameters that only other ranks' optimizers had at attach
 
     def _now(self) -> list[Optimizer]:
         """The user's optimizers now."""
-        found: Any = [] if self._getter is None else self._getter()
-        return [*map(unwrapped, [found] if _is_optimizer(found) else found)]
+        return [] if self._getter is None else [*map(unwrapped, _listed(self._getter()))]
+
+    def updated(self) -> set[Tensor]:
+        """The parameters that they update."""
+        return {p for each in self._now() for p in parameters_of(each)}
 
     @property
     def scale(self) -> Tensor | None:
@@ -87,21 +108,21 @@ class Optimizers:
         names = self._buckets.names
         return dict(zip(self._parameters_of(names), names.values(), strict=True))
 
-    def start(self, exist: bool, group: dist.ProcessGroup) -> None:
+    def start(self, exist: bool, groups: Groups) -> None:
         """Compares the optimizers on all ranks, and checks them if they exist by now. A collective, at attach.
 
         A step that is adapted on one rank only would move the ranks' weights apart.
         """
         if self._config.compresses:
-            now, names = self._now() if exist else [], self._names()
+            now, names, where = self._now() if exist else [], self._names(), (groups.device, groups.all)
             kinds = [type(each).__name__ for each in now] or ("missing" if exist else "a function")
-            check_agreement({"optimizer=": kinds}, "Pass the same optimizer= on every rank.", group)
+            check_agreement({"optimizer=": kinds}, "Pass the same optimizer= on every rank.", *where)
             mine = {names[p]: type(each).__name__ for each in now for p in parameters_of(each) if p in names}
-            rows = gathered([*mine], group)
+            rows = gathered([*mine], *where)
             every = set[str]().union(*rows)
             if sum(map(len, rows)) > len(every):  # ZeroRedundancyOptimizer's inner optimizers share the parameters
                 steps = {f"the optimizer of {name!r}": kind for name, kind in mine.items()}
-                check_agreement(steps, "Pass the same optimizer= on every rank.", group)
+                check_agreement(steps, "Pass the same optimizer= on every rank.", *where)
             self._elsewhere, self._same = every - mine.keys(), all({*row} == every for row in rows)
         if exist:
             self.sync()
@@ -171,10 +192,10 @@ class Optimizers:
             self._say.note(*notes)
             self._say(*warnings)
         self.watch.start(now)
-        self._count = count
+        self._count, self.renewed = count, True
         self._find_groups(now)
         if now and self._config.compresses:
-            self._warn_of_idle({p for each in now for p in parameters_of(each)}, compressed)
+            self._warn_of_idle(self.updated(), compressed)
 
     def close(self) -> None:
         """Stops adapting and watching the optimizers."""

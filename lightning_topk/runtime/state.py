@@ -20,7 +20,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint, messages
 from lightning_topk.runtime.applied import Clipping
-from lightning_topk.runtime.groups import Groups, connect
+from lightning_topk.runtime.groups import Groups, connect, on_failure
 from lightning_topk.runtime.jobs import Job
 from lightning_topk.runtime.lanes import Future, StreamLane, ThreadLane
 from lightning_topk.runtime.optimizers import Optimizers
@@ -44,6 +44,7 @@ class HookState:
     def __init__(
         self,
         config: TopKConfig,
+        device: torch.device,
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         earlier: HookState | None = None,
@@ -55,11 +56,11 @@ class HookState:
         note: Callable[[str], None] | None = None,
     ) -> None:
         _check_arguments(config, epoch, optimizers is not None)
-        groups, self.config, uneven = connect(config, process_group, timeout, local_world_size)
+        groups, self.config, uneven = connect(config, device, process_group, timeout, local_world_size)
+        self.device = device
         self.groups: Groups | None = groups
         self.rank, self.world, self.local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
         self.residuals: Residuals = Residuals() if earlier is None else earlier.residuals
-        self.residuals.move_to(self, self.rank)
         self._epoch = epoch or (lambda: 0)
         self.steps: int = 0 if earlier is None else earlier.steps
         """Backward passes of the run that were exchanged, for schedules and selectors."""
@@ -79,11 +80,12 @@ class HookState:
         self.current: Pass | None = None
         """The backward pass in progress."""
         self._unchanged = 0  # passes with the same buckets as the pass before
-        self._closed_on: torch.device | None = None
-        self._collect()
-        if not self.steps:  # not for a model that is wrapped again
-            self._say.note(messages.start_message(self.config, self.world, self.local))
-            self._say(uneven, *messages.startup_warnings(config, self.config, self.world, optimizers is not None))
+        with on_failure(self.close):
+            self.residuals.move_to(self, self.rank)
+            self._collect()
+            if not self.steps:  # not for a model that is wrapped again
+                self._say.note(messages.start_message(self.config, self.world, self.local))
+                self._say(uneven, *messages.startup_warnings(config, self.config, self.world, optimizers is not None))
 
     @property
     def names(self) -> Mapping[Tensor, str]:
@@ -204,7 +206,7 @@ class HookState:
         """
         group = self._parent if self.groups is None else self.groups.all
         units = self.residuals.units(self.optimizers.rates)
-        return checkpoint.collect(self.residuals, units, self.steps, self.names, self.config, self._device(), group)
+        return checkpoint.collect(self.residuals, units, self.steps, self.names, self.config, self.device, group)
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Loads the residuals of a checkpoint, of any world size. Every rank must call it.
@@ -220,13 +222,8 @@ class HookState:
         checkpoint.restore(self.residuals, self.names, entry)
         self.steps = entry["steps"]
 
-    def _device(self) -> torch.device:
-        """The device of the parameters; of a closed state, when it was closed: the Trainer then moves the model."""
-        return self._closed_on or next(iter(self.names)).device
-
     def close(self) -> None:
         """Ends the lane and releases the process groups, but keeps the residuals."""
-        self._closed_on = self._device() if self.names else None
         idle = self._lane is None or self._lane.close()
         self._collect()
         self.residuals.units(self.optimizers.rates)  # another state may continue with other optimizers

@@ -5,6 +5,7 @@ Each warning names a case that trained badly without an error:
 - ``check_bypass``: training calls another module than the attached one, so nothing is exchanged.
 - ``check_others``: an optimizer made after attach takes the steps, and is not adapted.
 - ``check_scaler``: a GradScaler that was not passed scales the loss.
+- ``warn_of_drift``: a step takes a gradient that was not exchanged, though others were.
 - ``warn_of_loss``: a gradient is zeroed after its exchange, as a GAN's discriminator's is in the generator's turn.
 
 The gradient of one parameter of each optimizer (:class:`_Watched`) shows the last::
@@ -104,6 +105,8 @@ class Watch:
         """Checks a step of any of torch's optimizers."""
         known = next((each for each in self.watched if each.optimizer() is optimizer), None)
         if known is not None:
+            if known.state == "computed" and self.exchanged:
+                self.warn_of_drift(optimizer)
             known.steps, known.state = known.steps + 1, "nothing"
             self._stepped(optimizer)
             if known.steps == 1:
@@ -162,6 +165,14 @@ class Watch:
                 )
                 return
             frame = frame.f_back
+
+    def warn_of_drift(self, optimizer: Optimizer) -> None:
+        """Warns of a step with the gradient of a backward pass that was not exchanged."""
+        self._say(
+            f"lightning_topk: {type(optimizer).__name__} took a step with gradients that were not exchanged: the ranks "
+            "drift apart, as with DDP. no_sync() and require_backward_grad_sync apply from the forward pass on: set "
+            "them before it, and exchange the last backward pass before each step."
+        )
 
     def warn_of_loss(self, watched: _Watched) -> None:
         """Warns once of an exchanged gradient that was zeroed before its step.

@@ -57,14 +57,12 @@ def _like_parameter(flat: Tensor, parameter: DTensor) -> DTensor:
     return like.to("cpu")
 
 
-def joined(sharded: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins the shards of an entry of sharded residuals; only rank 0's result has tensors. A collective of the node."""
+def joined(sharded: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Joins the shards of an entry on a device; only rank 0's result has tensors. A collective of the node."""
     found = _by_parameter(sharded)
     parameters: dict[str, Any] = {}
     for name, kept in found["parameters"].items():
-        full = {
-            kind: part.to(part.device_mesh.device_type).full_tensor().flatten().cpu() for kind, part in kept.items()
-        }
+        full = {kind: part.to(device).full_tensor().flatten().cpu() for kind, part in kept.items()}
         if dist.get_rank() == 0:
             parameters[name] = full
     return {**found, "parameters": parameters}

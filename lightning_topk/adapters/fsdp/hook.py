@@ -38,7 +38,7 @@ from lightning_topk.adapters.fsdp.param_groups import ParamGroup, param_groups_o
 from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.applied import Clipping
-from lightning_topk.runtime.groups import check_agreement, device_of
+from lightning_topk.runtime.groups import check_agreement, on_device, on_failure
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.passes import mark
 from lightning_topk.runtime.state import HookState
@@ -55,13 +55,13 @@ class ShardState(HookState):
         self, model: torch.nn.Module, groups: Sequence[ParamGroup], replicas: dist.ProcessGroup, **arguments: Any
     ) -> None:
         self.shards_per_node = dist.get_world_size() // dist.get_world_size(replicas)
-        super().__init__(process_group=replicas, local_world_size=1, **arguments)
         self._param_groups, self._replicas, self._shards = groups, replicas, groups[0].shards
         self._group_of = {member: group for group in groups for member in group.proxies}
         self._names = {member: group.names[member] for member, group in self._group_of.items()}
         sharded, named = {*self._names.values()}, all_names_of(model)
-        self.buckets.all_names = {each: named.get(group.sharded(each), ()) for each, group in self._group_of.items()}
         self._strangers = {name: p for p, name in names_of(model).items() if name not in sharded}  # without a proxy
+        super().__init__(device=groups[0].device, process_group=replicas, local_world_size=1, **arguments)
+        self.buckets.all_names = {each: named.get(group.sharded(each), ()) for each, group in self._group_of.items()}
         self._trained: set[Tensor] = set()  # in the last pass
         self._agreed: set[Bucket] = set()
         self._ready: Any | None = None  # mark of when the last gradient was computed, on a GPU with timing
@@ -158,7 +158,7 @@ class ShardState(HookState):
             "All replicas must exchange the same gradients in the same order: use the same parameters in every forward "
             "pass, or call set_reduce_scatter_unused_params(True) on the FSDP modules (torch 2.15 and later)."
         )
-        check_agreement({"the next gradient": gradient}, remedy, self.open_groups().all)
+        check_agreement({"the next gradient": gradient}, remedy, self.device, self.open_groups().all)
 
     def root_ended(self) -> None:
         """FSDP has ended a backward pass, of this model or of another one."""
@@ -206,7 +206,7 @@ class ShardState(HookState):
 
         On rank 0 it is what :meth:`.HookState.state_dict` returns for the unsharded model; elsewhere, no tensors.
         """
-        return sharded_checkpoint.joined(self.state_dict())
+        return sharded_checkpoint.joined(self.state_dict(), self.device)
 
     @override
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
@@ -242,34 +242,31 @@ def attach(
             f"process_group={process_group!r} must be the ranks that hold the same shard, one per node: a process "
             "group or one dimension of a device mesh. Pass mesh['replicate'], along which nodes are counted."
         )
-    check_parameters(names_of(model))
+    names = names_of(model)
+    check_parameters(names)
     optimizers = getter(optimizer)
     earlier = arguments.get("earlier")
     proxies = {name: member for member, name in earlier.names.items()} if isinstance(earlier, ShardState) else {}
     # A frozen module may belong to two models. The first one keeps it.
     groups = [group for group in param_groups_of(model, proxies) if group.trained or not group.has_hook]
     _check_groups(groups, replicas)
-    with device_of(model.parameters()):
-        state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)
-        try:
-            state.learn_names()
-            state.buckets.plan_together([tuple(group.trained) for group in groups if group.trained])
-            state.open_groups().connect(groups[0].device)
-            state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups().all)
-            same = {"the index of the shard": groups[0].ranks.index(dist.get_rank()), **described(model)}
-            remedy = "The ranks of process_group= must hold the same shard of the same model, each on another node."
-            check_agreement(same, remedy, replicas)
-            for group in groups:
-                group.watch_use()
-        except (RuntimeError, ValueError):
-            state.close()
-            raise
+    state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)
+    with on_failure(state.close), on_device(state.device):  # FSDP gathers parameters on the current device
+        state.learn_names()
+        state.buckets.plan_together([tuple(group.trained) for group in groups if group.trained])
+        state.open_groups().connect()
+        state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups())
+        same = {"the index of the shard": groups[0].ranks.index(dist.get_rank()), **described(names)}
+        remedy = "The ranks of process_group= must hold the same shard of the same model, each on another node."
+        check_agreement(same, remedy, state.device, state.open_groups().all)
+        for group in groups:
+            group.watch_use()
         if broadcast_weights:
-            _broadcast(model, replicas, groups[0].device)
+            _broadcast(model, replicas, state.device)
         for group in groups:
             hook = partial(state.exchange_shard, group)
             group.module.set_all_reduce_hook(hook, stream=state.lane(group.device).stream)
-    watch_backward(state)
+        watch_backward(state)
     return state
 
 

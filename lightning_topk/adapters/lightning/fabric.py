@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import ref
 
+import torch.distributed as dist
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities import rank_zero_info
 from torch.nn import Module
@@ -88,6 +89,8 @@ class TopKStrategy(DDPStrategy):
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wraps a module in DDP and installs the exchange. A module that is set up again keeps its residuals."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return super().setup_module(module)  # DDP raises the error
         own_memory_(module)
         smaller_buckets_(self._ddp_kwargs, self.root_device)
         ddp = super().setup_module(module)
@@ -117,7 +120,8 @@ class TopKStrategy(DDPStrategy):
         Returns the closed state that exchanged any of the parameters, if it is only one. A collective.
         """
         closed = []
-        everyones = gathered([ddp() is None for ddp, _ in self._states]) if self._states else []
+        mine = [ddp() is None for ddp, _ in self._states]
+        everyones = gathered(mine, self.root_device) if mine else []
         for (_, state), *gone in zip(self._states, *everyones, strict=True):
             if all(gone) or parameters == state.names.keys():
                 state.close()

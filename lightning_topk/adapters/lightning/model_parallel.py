@@ -23,6 +23,7 @@ from lightning_topk.adapters.lightning._resume import Resumes, entry_to_resume
 from lightning_topk.adapters.workarounds import connect_after_restart
 from lightning_topk.config import Settings, check_count, one_config
 from lightning_topk.runtime.checkpoint import KEY, SHARDED, VERSION
+from lightning_topk.runtime.groups import on_device
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH
@@ -163,7 +164,8 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
             checkpoint[KEY] = entry = self._absent(filepath) or sharded or state.full_state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if state is not None and entry.get("mode") == SHARDED:
-            save({KEY: state.state_dict()}, checkpoint_id=Path(self.broadcast(filepath)) / KEY)
+            with on_device(state.device):
+                save({KEY: state.state_dict()}, checkpoint_id=Path(self.broadcast(filepath)) / KEY)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -174,7 +176,8 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
             entry = entry_to_resume(checkpoint, self._residual_checkpoint)
             if isinstance(entry, dict) and entry.get("mode") == SHARDED and path.is_dir():
                 shards = {KEY: self.topk_state.state_dict()}
-                load(shards, checkpoint_id=path / KEY, planner=DefaultLoadPlanner(allow_partial_load=True))
+                with on_device(self.topk_state.device):
+                    load(shards, checkpoint_id=path / KEY, planner=DefaultLoadPlanner(allow_partial_load=True))
                 entry = shards[KEY]
             self.topk_state.load_state_dict(entry)
         return checkpoint
