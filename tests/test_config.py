@@ -10,12 +10,15 @@ import laws
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as options
+from hypothesis import strategies as st
 from laws import codecs_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk import TopKModelParallelStrategy, TopKStrategy
-from lightning_topk.bucket import TOLERANCE, Buckets, for_compressed, plan_bucket, plan_step
+from lightning_topk.bucket import TOLERANCE, Buckets, TooLargeError, for_compressed, plan_bucket, plan_step
 from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import Selector
@@ -272,3 +275,35 @@ def test_a_missed_saving_warns_with_a_remedy():
     assert warned(50, [[300_000]]) == ""
     assert warned(2, [[300_000]]) == "", "the saving is exceeded"
     assert "between nodes each step saves only 42.9x" in warned(50, [[300_000]], local=2)
+
+
+@st.composite
+def steps_of_extremes(draw):
+    """Buckets of parameters without memory, of up to 2^33 elements, and extreme savings."""
+    sizes = st.one_of(st.sampled_from([0, 1, 2, 63, 2**20, 2**31 - 1, 2**33]), st.integers(0, 10_000))
+    dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
+    buckets = []
+    for _ in range(draw(st.integers(1, 4))):
+        dtype, count = draw(dtypes), draw(st.integers(1, 3))
+        made = [torch.nn.Parameter(torch.empty(draw(sizes), dtype=dtype, device="meta")) for _ in range(count)]
+        buckets.append(tuple(made))
+    world = draw(st.sampled_from([2, 3, 8, 64]))
+    saving = draw(st.one_of(st.sampled_from([1, 1.001, 50, 1e9]), st.floats(1, 1e9)))
+    topology = draw(st.sampled_from(["sharded", "single_server", "hierarchical"]))
+    return buckets, world, draw(st.sampled_from([1, 2])), TopKConfig(saving=saving, topology=topology)
+
+
+@given(steps_of_extremes())
+@options(max_examples=60, deadline=None, derandomize=True)
+def test_warnings_about_saving_never_raise_on_what_can_be_exchanged(case):
+    buckets, world, local, config = case
+    if world % local:
+        return
+    settings = Buckets(config.resolve(world, local), world, local)
+    settings.learn_names({p: f"p{number}" for number, p in enumerate(p for bucket in buckets for p in bucket)})
+    try:
+        settings.plan_together(buckets)
+    except TooLargeError:
+        return  # refused before the first exchange
+    sent = sum((settings.plan_of(bucket).volume() for bucket in buckets), Volume())
+    assert all(isinstance(warning, str) for warning in saving_warnings(settings, buckets, sent))

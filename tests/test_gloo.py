@@ -2,6 +2,7 @@
 
 import copy
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from fnmatch import fnmatch
@@ -286,3 +287,60 @@ def test_groups_of_a_failed_exchange_are_not_reused(rank, world):
         state.close()
     dist.destroy_process_group(whole)
     assert states[0] is not states[1]
+
+
+class Bad(nn.Module):
+    """Two layers in buckets of their own, whose gradients are infinite in one step; reads happen in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(20, 60), nn.Linear(60, 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+@on_ranks(2)
+def test_reads_in_the_middle_of_backward_give_the_state_after_the_last_whole_pass(rank, world):
+    """From the thread that runs backward and from another one; a pass counts once however many buckets are bad."""
+    net, seen, bad = Bad(), [], [False]
+    model, state = attached(net, {"bucket_cap_mb": 0.003}, ratio=0.1)
+
+    def read() -> tuple[int, int, bool, int]:
+        return state.nonfinite_steps, state.steps, state.telemetry.exchanged, state.predicted().sent
+
+    def look(g: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as other:
+            seen.append((read(), other.submit(read).result(), ranks.refusal(state.state_dict)))
+        return g * torch.inf if bad[0] else g
+
+    for step in range(4):
+        bad[0], report = step == 1, None
+        hooks = [p.register_hook(look) for p in (net.first.weight, net.last.weight)]
+        time.sleep(0.05)  # all exchanges of the pass before have ended
+        before = read()
+        seen.clear()
+        model(ranks.batch(rank, step)).square().mean().backward()
+        for hook in hooks:
+            hook.remove()
+        assert [found[:2] for found in seen] == [(before, before)] * 2
+        assert step == 0 or "between two backward passes" in seen[-1][2], "the first bucket is exchanged meanwhile"
+        report = state.report()
+        assert report.exchanges == len(state.last_buckets)
+        assert state.nonfinite_steps == (step > 0)
+        net.zero_grad()
+    assert len(state.last_buckets) > 1
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"bucket_cap_mb": 25}], ids=str)
+@on_ranks(2)
+def test_the_density_is_decided_once_where_buckets_do_not_change(rank, world, options):
+    model, state = attached(ranks.Net(), {"bucket_cap_mb": 0.005, **options}, saving=8)
+    sent = []
+    with ranks.log() as said:
+        for step in range(4):
+            ranks.train(model, rank, [step])
+            sent.append((state.report().bytes.sent, state.predicted().sent))
+    assert len(set(sent)) == 1
+    assert not [line for line in said if "has changed" in line]

@@ -1,6 +1,7 @@
 """The laws of the exchange, on every topology, direction, wire, selector, memory and size, in memory."""
 
 from functools import partial
+from unittest import mock
 
 import laws
 import numpy as np
@@ -14,11 +15,13 @@ from oracle import BidirectionalTopK, DeepGradientCompression, bfloat16, deal
 from lightning_topk import simulate as simulator
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
+from lightning_topk.core import select
+from lightning_topk.core.guards import exchange
 from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.core.ops.reference import join_parts, split_parts
 from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
-from lightning_topk.core.wire import Wire
+from lightning_topk.core.wire import Codec, Wire
 from lightning_topk.schedule import CosineWarmup, ExponentialWarmup
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
@@ -348,3 +351,81 @@ def test_a_damaged_payload_between_nodes_names_the_rank_that_sent_it(monkeypatch
     cluster = Cluster(TopKConfig(0.1, topology="hierarchical"), 6, 5000, local=2)
     with pytest.raises(ValueError, match=f"the payload from rank {2 * node + 1} is damaged, or was sent"):
         cluster.step(gradients(6, 5000, 0))
+
+
+def failing(cluster: Cluster, gradients: list[torch.Tensor], at: int, used: torch.Tensor | None, scale) -> bool:
+    """Lets request number ``at`` of a step fail on all ranks; returns whether there was one."""
+    paths = [
+        exchange(end, g, cluster.plan.codecs(cluster.steps, selector=end.uplink.selector), cluster.steps, scale, used)
+        for end, g in zip(cluster.endpoints, gradients, strict=True)
+    ]
+    replies: list = [None] * len(paths)
+    for _ in range(at + 1):
+        try:
+            requests = [path.send(reply) for path, reply in zip(paths, replies, strict=True)]
+        except StopIteration:
+            return False
+        replies = [None] * len(paths)
+        for group in cluster._groups(requests[0].among, len(paths)):
+            for rank, reply in zip(group, simulator.answer([requests[rank] for rank in group]), strict=True):
+                replies[rank] = reply
+    for path in paths:
+        with pytest.raises(ConnectionError):
+            path.throw(ConnectionError("lost"))
+    return True
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("settings", "dtype", "scale"),
+    [
+        ({"wire": "fp32"}, torch.float32, None),
+        ({"wire": "int4"}, torch.float32, 1024.0),
+        ({"wire": "bf16"}, torch.bfloat16, None),
+        ({"wire": "int8", "error_feedback": "worker"}, torch.float32, None),
+        ({"selector": "randk"}, torch.float32, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("some_unused", "uncompressed"), [(False, ()), (True, ()), (True, (1,))])
+def test_a_request_that_fails_loses_at_most_the_steps_gradient(
+    topology, bidirectional, settings, dtype, scale, some_unused, uncompressed
+):
+    """Law 6: whatever was sent before, and the residuals of unused parameters, stay."""
+    config = TopKConfig(ratio=0.05, topology=topology, bidirectional=bidirectional, **settings)
+    sizes, world = (300, 40, 500), 4
+    local = laws.LOCAL if topology in ("hierarchical", "dense") else 1
+    loss, used = None if scale is None else torch.tensor(scale), torch.tensor([True, True, False])
+    reached = 0
+    while True:
+        cluster = Cluster(config, world, sum(sizes), dtype, local, sizes, uncompressed)
+        for step in range(3):
+            cluster.step([(g * (scale or 1)).to(dtype) for g in gradients(world, 840, step)], scale=loss)
+        before, given = laws.undelivered(cluster).double(), [g.to(dtype) for g in gradients(world, 840, 9)]
+        mean = torch.stack(given).double().mean(0)
+        if not failing(cluster, [g * (scale or 1) for g in given], reached, used if some_unused else None, loss):
+            break
+        lost = before + mean - laws.undelivered(cluster).double()
+        either = torch.minimum(lost.abs(), (lost - mean).abs())
+        assert either.max() < 1e-4 if dtype == torch.float32 else either.max() < 0.05, f"request {reached}"
+        rows = torch.stack(cluster.step([g * 0 for g in given], scale=loss))
+        assert rows.isfinite().all(), "the next step goes on"
+        reached += 1
+    assert reached >= 1
+
+
+@routes
+@pytest.mark.parametrize("what", ["select", "encode"])
+def test_an_error_of_a_selector_or_a_wire_loses_at_most_the_steps_gradient(topology, bidirectional, what, monkeypatch):
+    config = TopKConfig(ratio=0.05, topology=topology, bidirectional=bidirectional, selector="gaussiank", wire="fp32")
+    cluster = Cluster(config, 2, 1000)
+    cluster.step(gradients(2, 1000, 0))
+    before, given = laws.undelivered(cluster), gradients(2, 1000, 1)
+    owner, name = (select.GaussianK, "select") if what == "select" else (Codec, "encode")
+    broken = mock.Mock(side_effect=KeyError("of the user"))
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, broken)
+        for end, g in zip(cluster.endpoints, given, strict=True):
+            with pytest.raises(KeyError):
+                next(exchange(end, g.clone(), cluster.plan.codecs(1, selector=end.uplink.selector), 1))
+    torch.testing.assert_close(laws.undelivered(cluster), before + torch.stack(given).mean(0))

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import refusal
 from streams import Event, Gpu, Kernel, Stream, replace_kernels, reply_to
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -40,6 +41,7 @@ class Case:
     kernels: bool = False  # Triton's kernels run
     measured: bool = False  # without a report, which waits for the device and reads data
     read: bool = False  # the caller reads the number of nonfinite steps after every other step
+    reads_within: bool = False  # and reports in the middle of backward, too
     together: bool = False  # the buckets are exchanged as one
 
 
@@ -108,7 +110,8 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
         if case.resumed:
             state.residuals.restore({p: {"residual": torch.zeros(p.numel(), device=CUDA)} for p in parameters})
         for step in range(3):
-            backward(gpu, hooks, state, [parameters[2:], parameters[:2]] if step else [parameters], case.votes)
+            groups = [parameters[2:], parameters[:2]] if step else [parameters]
+            backward(gpu, hooks, state, groups, case.votes, case.reads_within)
             for optimizer in optimizers:
                 (scaler or optimizer).step(*[optimizer] * bool(scaler))
             if scaler is not None:
@@ -121,7 +124,9 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
     assert gpu.operations > 200
 
 
-def backward(gpu: Gpu, hooks: Stream, state: ddp.TopKState, groups: list[list[torch.Tensor]], votes: bool) -> None:
+def backward(
+    gpu: Gpu, hooks: Stream, state: ddp.TopKState, groups: list[list[torch.Tensor]], votes: bool, reads: bool = False
+) -> None:
     """A backward pass: writes gradients to buckets, which are exchanged meanwhile, and copies them from there."""
     waiting = []
     for index, group in enumerate(groups):
@@ -134,6 +139,11 @@ def backward(gpu: Gpu, hooks: Stream, state: ddp.TopKState, groups: list[list[to
             future = state.launch(Bucket(buffer, group, index, index == len(groups) - 1))
         waiting.append((future, group))
         torch.zeros(64, device=CUDA)  # backward continues and allocates memory
+        if reads and index < len(groups) - 1:
+            assert (state.nonfinite_steps, state.telemetry.exchanged, state.predicted().sent > 0) == (0, True, True)
+            assert state.report().exchanges == 1
+            with mock.patch.object(torch._C, "_current_graph_task_id", lambda: 0):  # of autograd's task
+                assert "between two backward passes" in refusal(state.state_dict)
     gpu.current.wait_stream(hooks)
     for future, group in waiting:
         for p, piece in zip(group, future.wait().split([p.numel() for p in group]), strict=True):
@@ -148,6 +158,7 @@ PLAYED = [
     ("sharded", Case(measured=True), {}),
     ("sharded", Case(votes=True, hooks=True, kernels=True, together=True), {}),
     ("sharded", Case(hooks=True, read=True), {}),
+    ("sharded", Case(hooks=True, reads_within=True), {}),
     ("hierarchical", Case(scaler=True, votes=True), {"dense_parameters": ("p0",)}),
     ("hierarchical", Case(scaler=True, hooks=True), {"wire": "int4"}),
     ("hierarchical", Case(scaler=True, votes=True, kernels=True), {}),

@@ -72,8 +72,8 @@ def exchange(
         return ended.value
     except BaseException:  # also GeneratorExit, if another exchange has failed
         path.close()
-        link = end.uplink if request is None or request.direction == "uplink" else end.downlink
-        if link is not None:
+        arrived = request is not None and request.direction == "downlink" and "server" in end.plan.feedback
+        if (link := end.downlink if arrived else end.uplink) is not None:
             link.take_back()
         raise
     finally:

@@ -203,10 +203,21 @@ class HookState:
 
         Returns:
             On rank 0, the entry that :mod:`lightning_topk.runtime.checkpoint` describes; elsewhere no tensors.
+
+        Raises:
+            RuntimeError: It was called within a backward pass.
         """
+        self.check_between_passes()
         group = self._parent if self.groups is None else self.groups.all
         units = self.residuals.units(self.optimizers.rates)
         return checkpoint.collect(self.residuals, units, self.steps, self.names, self.config, self.device, group)
+
+    def check_between_passes(self) -> None:
+        """Refuses a call within a backward pass, whose exchanges write the residuals."""
+        now, failed = self.current, self._lane is not None and self._lane.error is not None
+        in_flight = now is not None and len(now.results) < len(now.buckets) and not failed
+        if in_flight or (now is not None and torch._C._current_graph_task_id() != -1):
+            raise RuntimeError("residuals are read between two backward passes, and this one has not ended.")
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Loads the residuals of a checkpoint, of any world size. Every rank must call it.

@@ -196,6 +196,7 @@ class ShardState(HookState):
 
         :mod:`lightning_topk.adapters.fsdp.checkpoint` describes the entry.
         """
+        self.check_between_passes()
         units = self.residuals.units(self.optimizers.rates)
         return sharded_checkpoint.collect(
             self.residuals, units, self.steps, self._param_groups, self.config, self._replicas
