@@ -137,7 +137,10 @@ class Shown(NamedTuple):
 
 
 SHOWN = (
-    Shown("convnet, 0.2 million parameters, SGD", "convnet", 1000),
+    Shown("GPT, 0.35 million parameters, usual settings (loss)", "tied gpt", 300),
+    Shown("the same", "tied gpt", 1000),
+    Shown("the same", "tied gpt", 3000),
+    Shown("convnet, 0.2 million, SGD", "convnet", 1000),
     Shown("ResNet-18, 2.8 million, SGD", "narrow resnet18", 3000),
     Shown("GPT, 0.1 million, AdamW (loss)", "gpt", 1000),
     Shown("the same", "gpt", 500, batch=32),
@@ -182,8 +185,8 @@ def tuned(shown: Shown) -> Row:
     dense, ours = (at_size.ends(found, setup, system) for system in at_size.BOTH)
     if not dense or (best := at_size.best_rate(model, dense)) not in ours:
         return {}
-    rate = "tuned" if len(dense) >= GRID else "tuned on 1,000 steps"
-    return result(shown, batch(model, setup.batch, at_size.WORKERS), rate, dense[best], ours[best])
+    rate = "tuned" if len(dense) >= GRID else f"tuned on {300 if model == 'tied gpt' else 1000:,} steps"
+    return result(shown, batch(model, setup.batch, setup.workers), rate, dense[best], ours[best])
 
 
 def batch(model: str, examples: int, workers: int) -> str:

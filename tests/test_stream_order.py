@@ -141,7 +141,7 @@ def backward(
         torch.zeros(64, device=CUDA)  # backward continues and allocates memory
         if reads and index < len(groups) - 1:
             assert (state.nonfinite_steps, state.telemetry.exchanged, state.predicted().sent > 0) == (0, True, True)
-            assert state.report().exchanges == 1
+            assert state.report().exchanges == (1 if state.steps == 1 else 2)
             with mock.patch.object(torch._C, "_current_graph_task_id", lambda: 0):  # of autograd's task
                 assert "between two backward passes" in refusal(state.state_dict)
     gpu.current.wait_stream(hooks)
