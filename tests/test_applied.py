@@ -6,10 +6,14 @@ import pytest
 import ranks
 import torch
 from groups import on_ranks
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import LambdaCallback
 from ranks import attach, attached, four_layers, gradient, loss_of, mean_over_ranks, shared, undelivered
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
+from trainers import InThisProcess, Module, fit
 
+from lightning_topk import TopKStrategy, fabric
 from lightning_topk.runtime.applied import Clipping, Rates, Unit
 
 WARM = [0.0, 0.01, 0.1, 1.0, 1.0, 0.5, 0.005, 1.0]
@@ -201,3 +205,50 @@ def test_a_pass_that_is_not_finite_leaves_the_estimates():
         assert clipping.of(bucket, torch.device("cpu")).isfinite().all()
         clipping.fold([bucket], [torch.tensor(norms)])
         clipping.after_step(optimizer, lambda bucket: bucket)
+
+
+class Clipped(Module):
+    """The gradients of one batch are a hundred times as large."""
+
+    def configure_optimizers(self):
+        optimizer = SGD(self.parameters(), lr=1e-3)
+        return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda step: (step + 1) / 4), "interval": "step"}]
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (100 if self.global_step == 6 else 1)
+
+
+@on_ranks(2)
+def test_a_trainers_clipping_and_schedule_are_found(rank, world):
+    found, entered = [], []
+
+    def look(trainer, *_):
+        state = trainer.strategy.topk_state
+        found.append((state.optimizers._clipping._limit, state.optimizers.rates.now))
+        entered.append(undelivered(state, trainer.lightning_module).norm())
+
+    strategy, callback = TopKStrategy(ratio=0.05), LambdaCallback(on_train_batch_end=look)
+    fit(rank, world, Clipped(), strategy, [callback], monitor=False, max_steps=8, gradient_clip_val=0.05)
+    limit = found[-1][0]
+    assert math.isclose(limit[0], 0.05, rel_tol=1e-2)
+    assert limit[2] > 0
+    assert [rates[0] for _, rates in found] == pytest.approx([1e-3 * (step + 1) / 4 for step in range(8)])
+    assert entered[6] < 2 * entered[5] + 0.2, "the spike was clipped"
+
+
+@on_ranks(2)
+def test_fabrics_clipping_is_found(rank, world):
+    strategy = fabric.TopKStrategy(ratio=0.05)
+    lite = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=[InThisProcess(rank, world)])
+    lite.launch()
+    net = four_layers()
+    model, optimizer = lite.setup(net, SGD(net.parameters(), lr=1e-3))
+    for step in range(5):
+        optimizer.zero_grad()
+        lite.backward(loss_of(model, rank, step))
+        lite.clip_gradients(model, optimizer, max_norm=0.02)
+        optimizer.step()
+    model(ranks.batch(rank, 5)).sum().backward()
+    limit = strategy.state_of(model).optimizers._clipping._limit
+    assert math.isclose(limit[0], 0.02, rel_tol=1e-2)
+    assert limit[2] > 0

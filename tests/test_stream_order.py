@@ -142,7 +142,7 @@ def backward(
         if reads and index < len(groups) - 1:
             assert (state.nonfinite_steps, state.telemetry.exchanged, state.predicted().sent > 0) == (0, True, True)
             assert state.report().exchanges == (1 if state.steps == 1 else 2)
-            with mock.patch.object(torch._C, "_current_graph_task_id", lambda: 0):  # of autograd's task
+            with mock.patch.object(torch._C, "_current_graph_task_id", return_value=0):  # of autograd's task
                 assert "between two backward passes" in refusal(state.state_dict)
     gpu.current.wait_stream(hooks)
     for future, group in waiting:
