@@ -173,14 +173,10 @@ class Optimizers:
                 numbers |= dict.fromkeys(group["params"], number)
         members = zip(names, self._parameters_of(names), strict=True)
         known = {member: numbers[p] for member, p in members if p in numbers}
-        on_gpu = {
-            type(e).__name__ for e in optimizers for g in e.param_groups if getattr(g.get("lr"), "is_cuda", False)
-        }
-        if on_gpu:
+        if any(getattr(group.get("lr"), "is_cuda", False) for each in optimizers for group in each.param_groups):
             self._say.note(
-                f"lightning_topk: the learning rate of {', '.join(sorted(on_gpu))} is a tensor on a GPU, and reading it "
-                "would wait: gradients that wait count at the rate of the step that delivers them. Use a number to "
-                "have them count at their own."
+                "lightning_topk: an optimizer's lr is a tensor on a GPU, and reading it would wait: gradients that wait "
+                "count at the rate of the step that delivers them. Use a number to have them count at their own."
             )
         kinds = tuple(type(each).__name__ for each in optimizers for _ in each.param_groups)
         rates = tuple(rate_of(group) for each in optimizers for group in each.param_groups)
