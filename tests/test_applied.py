@@ -203,7 +203,7 @@ def test_a_pass_that_is_not_finite_leaves_the_estimates():
     for norms in ([1.0, 1.0], [math.inf, math.nan], [1.0, 1.0]):
         clipping.begin_pass()
         assert clipping.of(bucket, torch.device("cpu")).isfinite().all()
-        clipping.fold([bucket], [torch.tensor(norms)])
+        clipping.fold([bucket], [torch.tensor([norms[0], *norms])])
         clipping.after_step(optimizer, lambda bucket: bucket)
 
 
@@ -252,3 +252,18 @@ def test_fabrics_clipping_is_found(rank, world):
     limit = strategy.state_of(model).optimizers._clipping._limit
     assert math.isclose(limit[0], 0.02, rel_tol=1e-2)
     assert limit[2] > 0
+
+
+@on_ranks(2)
+def test_clipping_that_the_user_gives_up_ends(rank, world):
+    """The exchange keeps delivered norms below the user's; without slack it would never see that there is none."""
+    run, found = Run(rank, lr=1e-3), []
+    for step in range(100):
+        if step < 6:
+            clips(run, step, TREATED["clipped"][0])
+        else:
+            clips(run, step % 6, TREATED["nothing"][0])
+        run.state.optimizers._clipping.begin_pass()
+        found.append(gradient(run.net).norm())
+    assert found[6] < 0.05
+    assert found[-1] > 0.5 * run.own.norm()

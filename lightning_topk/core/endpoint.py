@@ -233,7 +233,7 @@ class Outcome:
     finite: Tensor  # scalar bool, the same on every rank: whether all delivered values are finite
     uplink: LinkStats
     downlink: LinkStats | None = None  # None on a rank that is not a server
-    norms: Tensor | None = None  # [2] float32: of this worker's gradient as applied, and of the delivered one
+    norms: Tensor | None = None  # [3] float32: of this worker's gradient, of what enters its residual, and delivered
 
 
 Exchange = Generator[Request, Any, Outcome]

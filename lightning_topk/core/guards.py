@@ -112,12 +112,13 @@ def _exchange_checked(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, appl
     if end.plan.clip_norm is not None:
         g.mul_((end.plan.clip_norm / norm(g, step.scale)).clamp(max=1))
     loss, own = step.scale, None if applied.clip is None else norm(g, step.scale, torch.float32)
+    computed = own
     if "worker" in end.plan.feedback and not codecs.whole:  # something waits in a residual
         step, own = _as_applied(g, step, applied, own)
     path = _exchange_uncompressed if end.plan.uncompressed else end.plan.topology.exchange
     outcome = yield from path(end, g, codecs, step)
-    if own is not None:
-        outcome = replace(outcome, norms=torch.stack([own, norm(g, loss, torch.float32)]))
+    if own is not None and computed is not None:
+        outcome = replace(outcome, norms=torch.stack([computed, own, norm(g, loss, torch.float32)]))
     ops.nan_unless_(g, end.starts, outcome.finite)
     return outcome
 

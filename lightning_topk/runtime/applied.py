@@ -34,6 +34,8 @@ MEMORY = 0.9
 """Weight of the passes before in running means of energies."""
 NEAR = 1e-3
 """Relative difference below which two norms or factors count as equal."""
+SLACK = 1.05
+"""Factor by which the exchange clips less after each pass that only it has clipped."""
 SURE = 5
 """Most steps of evidence for a norm of clipping that are counted."""
 
@@ -96,13 +98,15 @@ class Clipping:
         self._means: Sequence[Tensor] | Tensor = ()  # [buckets, 3]: own, delivered norms squared and weights, added up
         self._delivered: Tensor | None = None  # [buckets] squares of delivered norms in the last pass
         self._passed: dict[int, Tensor] = {}  # by number of the bucket, squares of their norms after clipping
-        self._limit: Tensor | None = None  # [3]: the norm, the last factor, and how sure the norm is
+        self._limit: Tensor | None = None  # [4]: the norm, the last factor, how sure the norm is, and slack
+        self._acted: Tensor | None = None  # whether the exchange clipped in the last pass
         self._clips: Mapping[Bucket, Tensor] = {}
 
     @torch.no_grad()
     def fold(self, buckets: Sequence[Bucket], norms: Sequence[Tensor]) -> None:
-        """Takes the ``[2]`` norms of the buckets of a whole pass, see :class:`.Outcome`."""
+        """Takes the ``[3]`` norms of the buckets of a whole pass, see :class:`.Outcome`."""
         squares = torch.stack([*norms]).square()
+        self._acted, squares = (squares[:, 0] > squares[:, 1] * (1 + NEAR)).any(), squares[:, 1:]
         _use_here(*self._means)
         none, known = squares.new_zeros(3), dict(zip(self._buckets, self._means, strict=True))
         if len(known) == len(buckets) and all(map(operator.is_, self._buckets, buckets)):
@@ -147,10 +151,12 @@ class Clipping:
         after = torch.stack([*self._passed.values()]).sum() if complete else delivered.new_full((), torch.nan)
         before, after, total = self._sum(torch.stack([delivered.sum(), after, energies.sum()])).unbind()
         if self._limit is None:
-            self._limit = torch.full((3,), torch.nan, device=device)
-        _use_here(self._limit)
-        self._limit = self._updated(self._limit.to(device), (after / before).sqrt(), after.sqrt())
-        inverse = torch.where(self._limit[2] > 0, self._limit[0].reciprocal(), 0.0)
+            self._limit = torch.tensor([torch.nan, torch.nan, 0.0, 1.0]).to(device, non_blocking=True)
+        assert self._acted is not None
+        _use_here(self._limit, self._acted)
+        factor, norm = (after / before).sqrt(), after.sqrt()
+        self._limit = self._updated(self._limit.to(device), factor, norm, self._acted)
+        inverse = torch.where(self._limit[2] > 0, (self._limit[0] * self._limit[3]).reciprocal(), 0.0)
         share = (mean / own).clamp(max=1).nan_to_num(1.0)
         others = (total - self._shards * energies).clamp(min=0)
         clips = inverse * torch.stack([self._shards * share, others], 1).sqrt()
@@ -163,19 +169,22 @@ class Clipping:
         return torch.zeros(2, device=device) if found is None else found
 
     @staticmethod
-    def _updated(limit: Tensor, factor: Tensor, norm: Tensor) -> Tensor:
-        """The norm to which gradients are clipped, the factor, and the evidence, after one more step.
+    def _updated(limit: Tensor, factor: Tensor, norm: Tensor, acted: Tensor) -> Tensor:
+        """The norm to which gradients are clipped, the factor, the evidence and the slack, after one more step.
 
-        A step that clips to another norm counts against it twice: it may be no clipping of norms at all.
+        A step that clips to another norm counts against it twice: it may be no clipping of norms at all. If the
+        exchange has clipped and the user has not, the user may have stopped: then the exchange clips less and less,
+        until the user's clipping shows again.
         """
-        known, before, sure = limit.unbind()
+        known, before, sure, slack = limit.unbind()
         clipped = factor < 1 - NEAR  # False if unknown, or not finite
         same = (norm / known - 1).abs() < NEAR
         other_factor = (factor / before - 1).abs() > NEAR
         evidence = (same & other_factor).float() - 2.0 * (~same & ~known.isnan()).float()
-        sure = (sure.nan_to_num(0.0) + torch.where(clipped, evidence, 0.0)).clamp(max=SURE)
+        sure = (sure + torch.where(clipped, evidence, 0.0)).clamp(max=SURE)
         grown = torch.where(known < norm, norm, known)  # it lets a larger one pass
-        return torch.stack([torch.where(clipped, norm, grown), torch.where(clipped, factor, before), sure])
+        slack = torch.where(clipped, 1.0, torch.where(acted & (factor >= 1 - NEAR), slack * SLACK, slack))
+        return torch.stack([torch.where(clipped, norm, grown), torch.where(clipped, factor, before), sure, slack])
 
 
 def _use_here(*several: Tensor) -> None:

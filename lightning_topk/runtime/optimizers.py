@@ -175,8 +175,8 @@ class Optimizers:
         known = {member: numbers[p] for member, p in members if p in numbers}
         if any(getattr(group.get("lr"), "is_cuda", False) for each in optimizers for group in each.param_groups):
             self._say.note(
-                "lightning_topk: an optimizer's lr is a tensor on a GPU, and reading it would wait: gradients that wait "
-                "count at the rate of the step that delivers them. Use a number to have them count at their own."
+                "lightning_topk: an optimizer's lr is a tensor on a GPU, and reading it would wait. So what waits "
+                "counts at the rate of the step that delivers it. Use a number to have it count at its own."
             )
         kinds = tuple(type(each).__name__ for each in optimizers for _ in each.param_groups)
         rates = tuple(rate_of(group) for each in optimizers for group in each.param_groups)
