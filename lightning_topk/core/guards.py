@@ -10,6 +10,7 @@ has both.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -131,8 +132,13 @@ def _as_applied(g: Tensor, step: Step, applied: Applied, own: Tensor | None) -> 
         scale = torch.full((), 1 / rate, dtype=torch.float32, device=g.device) if scale is None else scale * (1 / rate)
     rescale = scale
     if own is not None and clip is not None:
-        excess = torch.hypot(own * clip[0], clip[1]).clamp_(min=1)
-        if not ops.on_cpu(g) or excess != 1:  # usually 1: then a CPU saves a pass over the gradient
+        if ops.on_cpu(g):  # which reads numbers at once, and saves a pass over a gradient that is not clipped
+            slope, others = clip.tolist()
+            number = math.hypot(slope * own.item(), others) if slope or others else 0.0
+            excess = torch.tensor(number) if number > 1 else None
+        else:
+            excess = torch.hypot(own * clip[0], clip[1]).clamp_(min=1)
+        if excess is not None:
             own = own / excess
             scale = excess if scale is None else scale * excess
     return replace(step, scale=scale, rescale=rescale), own

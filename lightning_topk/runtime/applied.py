@@ -97,7 +97,8 @@ class Clipping:
         self._buckets: tuple[Bucket, ...] = ()
         self._means: Sequence[Tensor] | Tensor = ()  # [buckets, 3]: own, delivered norms squared and weights, added up
         self._delivered: Tensor | None = None  # [buckets] squares of delivered norms in the last pass
-        self._passed: dict[int, Tensor] = {}  # by number of the bucket, squares of their norms after clipping
+        self._passed: Tensor | None = None  # the square of the norm with which optimizers have stepped since
+        self._stepped: set[int] = set()  # numbers of the buckets in it
         self._limit: Tensor | None = None  # [4]: the norm, the last factor, how sure the norm is, and slack
         self._acted: Tensor | None = None  # whether the exchange clipped in the last pass
         self._clips: Mapping[Bucket, Tensor] = {}
@@ -118,24 +119,26 @@ class Clipping:
         weighed = torch.nn.functional.pad(squares, (0, 1), value=1.0)
         means = MEMORY * before + (1 - MEMORY) * weighed
         self._means = torch.where(weighed.isfinite().all(), means, before)
-        self._delivered, self._passed = squares[:, 1], {}
+        self._delivered, self._passed, self._stepped = squares[:, 1], None, set()
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer, parameters_of: Callable[[Bucket], Collection[Tensor]]) -> None:
-        """Measures the gradients with which an optimizer has stepped: of the buckets that share a parameter with it."""
+        """Measures the gradients with which an optimizer has stepped.
+
+        Those of the buckets that share a parameter with it, or with one that has stepped since the pass.
+        """
         if self._delivered is None:
             return
         scale = getattr(optimizer, "grad_scale", None)  # of a fused step, which has not unscaled the gradients
         own = {p for group in optimizer.param_groups for p in group["params"]}
-        for number, bucket in enumerate(self._buckets):
-            parameters = parameters_of(bucket)
-            if not own.isdisjoint(parameters):
-                found = [local_part(p.grad) for p in parameters if p.grad is not None]
-                found = [each.coalesce().values() if each.is_sparse else each for each in found if each.numel()]
-                if found:
-                    wide = torch.float32 if all(each.itemsize <= 4 for each in found) else torch.float64
-                    passed = torch.stack(torch._foreach_norm(found, 2, wide)).float().square().sum()
-                    self._passed[number] = passed if scale is None else passed / scale**2
+        members = [parameters_of(bucket) for bucket in self._buckets]
+        self._stepped |= {number for number, each in enumerate(members) if not own.isdisjoint(each)}
+        grads = [local_part(p.grad) for number in self._stepped for p in members[number] if p.grad is not None]
+        found = [each.coalesce().values() if each.is_sparse else each for each in grads if each.numel()]
+        if found:
+            wide = torch.float32 if all(each.itemsize <= 4 for each in found) else torch.float64
+            passed = torch.stack(torch._foreach_norm(found, 2, wide)).float().square().sum()
+            self._passed = passed if scale is None else passed / scale**2
 
     @torch.no_grad()
     def begin_pass(self) -> None:
@@ -144,11 +147,11 @@ class Clipping:
             return
         delivered, device = self._delivered, self._delivered.device
         assert isinstance(self._means, Tensor)
-        _use_here(delivered, self._means, *self._passed.values())
+        complete = self._passed is not None and len(self._stepped) == len(self._buckets)
+        after = self._passed if self._passed is not None and complete else delivered.new_full((), torch.nan)
+        _use_here(delivered, self._means, after)
         own, mean, weight = self._means.unbind(1)
         energies = (mean / weight).nan_to_num(0.0)  # of a bucket whose only gradients so far were not finite
-        complete = len(self._passed) == len(self._buckets)
-        after = torch.stack([*self._passed.values()]).sum() if complete else delivered.new_full((), torch.nan)
         before, after, total = self._sum(torch.stack([delivered.sum(), after, energies.sum()])).unbind()
         if self._limit is None:
             self._limit = torch.tensor([torch.nan, torch.nan, 0.0, 1.0]).to(device, non_blocking=True)
