@@ -42,7 +42,7 @@ THEIRS = ("no exchange", "DDP", "16-bit hook", "PowerSGD")
 class Work:
     """What to time: a torchvision ``model``, a class ``module``, or exchanges of ``params`` parameters without a model.
 
-    ``input`` is the shape of an example, ``saving`` is judged, and ``only`` has names of exchanges.
+    ``input`` is the shape of an example; the verdict is about ``saving``; ``only`` lists the exchanges to time.
     """
 
     model: str | None = None
@@ -71,7 +71,7 @@ class Work:
 
     @property
     def ours(self) -> dict[str, dict[str, float]]:
-        """Our amounts by name: the one that is judged, and two that send less."""
+        """Our amounts by name: the one of the verdict, and two that send less."""
         first = {f"saving={self.saving:g}": {"saving": self.saving}}
         return first | {"saving=150": {"saving": 150}, "ratio=0.001": {"ratio": 0.001}}
 

@@ -54,9 +54,9 @@ def decide(times: Times, ours: str, others: Sequence[str] = ()) -> str:
     if against.low > 1:
         best = f"{rival} is fastest here: use it; {told}{beside}."
     elif rival != baseline and over.high < 1:
-        best = f"{told}; to {rival} no difference that this noise can show: {against} of its time."
+        best = f"{told}; no significant difference to {rival}: {against} of its time."
     else:
-        best = f"No difference that this noise can show: {told}{beside}."
+        best = f"No significant difference, the interval contains 1: {told}{beside}."
     if ahead := [name for name in others if name in times and ratio(times, name, rival).high < 1]:
         words = " and ".join(f"{name} takes {ratio(times, name, rival)} of {rival}'s time" for name in ahead)
         best += f" In runs of many thousand steps, {words}."

@@ -125,7 +125,7 @@ def absent(reason: str, steps: int = 0) -> dict[str, Any]:
 def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> None:
     """Replaces this rank's residuals with those of an entry, unless it is damaged or belongs to another model."""
     parameters = {name: parameter for parameter, name in names.items()}
-    with unusable_if_it_fails():
+    with explain_unreadable():
         _check(entry, parameters)
         memories = {
             parameters[name]: {kind: by_memory(part, form_of(parameters[name])).clone() for kind, part in kept.items()}
@@ -136,8 +136,8 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
 
 
 @contextmanager
-def unusable_if_it_fails() -> Iterator[None]:
-    """Context for reading an entry: if that fails, a ValueError says how to start with zero residuals."""
+def explain_unreadable() -> Iterator[None]:
+    """Turns any error inside into a ValueError that says how to start without residuals."""
     try:
         yield
     except Exception as error:

@@ -35,7 +35,7 @@ class Groups:
         device: This rank's, of the model.
         local: Ranks per node.
         timeout: Timeout of their collectives.
-        kind: Groups of only some of all ranks take the place of others of the same kind; None if these have all ranks.
+        kind: A later state of the same sub-group reuses closed groups of this kind. None if these have all ranks.
         second_groups: Groups of the same ranks for a second exchange at the same time; None if there are none.
     """
 
@@ -72,12 +72,12 @@ class Groups:
         ranks, mine, kind = dist.get_process_group_ranks(parent or dist.group.WORLD), dist.get_rank(parent), None
         if parent is not None:
             kind = ranks, dist.get_backend(parent), device, timeout, local, hierarchy
-            _LEFT[:] = [each for each in _LEFT if each.all in dist.distributed_c10d._world.pg_map]
-            left = {each.all.group_name: each for each in _LEFT if each.kind == kind}
+            _REUSABLE[:] = [each for each in _REUSABLE if each.all in dist.distributed_c10d._world.pg_map]
+            left = {each.all.group_name: each for each in _REUSABLE if each.kind == kind}
             shared = set.intersection(*map(set, gathered([*left], device, parent)))  # a rank that failed has left none
             if shared:
                 groups = left[min(shared)]
-                _LEFT.remove(groups)
+                _REUSABLE.remove(groups)
                 return groups
         members: dict[Among, tuple[list[list[int]], int]] = {"all": ([ranks], 0)}
         if hierarchy:
@@ -112,12 +112,12 @@ class Groups:
         they are ``idle``, without a collective in progress. After one has ``failed``, they are not reused.
         """
         if not idle:
-            _LEFT_OPEN.append(self)
+            _STUCK.append(self)
         if not idle or self.all not in dist.distributed_c10d._world.pg_map:
             return  # the caller destroyed all groups
         if self.kind is not None:
             if not failed:
-                _LEFT.append(self)
+                _REUSABLE.append(self)
         elif not on_gpus(self.all):
             self._destroy()
         else:
@@ -133,10 +133,10 @@ class Groups:
                 dist.destroy_process_group(group)
 
 
-_LEFT_OPEN: list[Groups] = []
+_STUCK: list[Groups] = []
 """Groups with an unfinished collective after an error: ``dist.destroy_process_group()`` would wait for it if nothing
 referred to them (torch 2.14)."""
-_LEFT: list[Groups] = []
+_REUSABLE: list[Groups] = []
 """Unused groups of some of the ranks."""
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.applied import Unit
-from lightning_topk.runtime.checkpoint import EMPTY, undelivered, unusable_if_it_fails
+from lightning_topk.runtime.checkpoint import EMPTY, explain_unreadable, undelivered
 from lightning_topk.runtime.residuals import Residuals
 
 
@@ -76,7 +76,7 @@ def _by_parameter(sharded: Mapping[str, Any]) -> dict[str, Any]:
     return {**json.loads(sharded["about"]), "parameters": parameters}
 
 
-@unusable_if_it_fails()
+@explain_unreadable()
 def of_this_rank(entry: Any, groups: Sequence[ParamGroup], frozen: Collection[str] = ()) -> Any:
     """Returns this rank's part of an entry (of any wrapper), without the residuals of ``frozen`` parameters."""
     if isinstance(entry, Mapping) and "about" in entry:

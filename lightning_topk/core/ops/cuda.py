@@ -1,7 +1,7 @@
 """GPU versions of :mod:`lightning_topk.core.ops.reference`: launch :mod:`.kernels` and never synchronise the host.
 
-The host is what a launch costs, so a bucket takes 13 to send and 5 to receive, whatever its size and the number of
-workers. They read the gradient twice and the residual once, and write both once: 20 bytes per element::
+Launch overhead on the host dominates: a bucket takes 13 launches to send and 5 to receive, whatever its size and the
+number of workers. They read the gradient twice and the residual once, and write both once: 20 bytes per element::
 
     survey      whether x is finite; a histogram of a sample of the sum's magnitudes
     threshold   from the histogram: at most a 64th too low
