@@ -43,13 +43,14 @@ class TopKState(HookState):
     """Returns the model while it is in use."""
 
     def exchange_together(self, model: DistributedDataParallel, trained: Iterable[Tensor]) -> None:
-        """Exchanges a small model as one bucket, unless the user has set the size of buckets.
+        """Exchanges a model of up to 25 MiB as one bucket, unless the user has set the size of buckets.
 
-        DDP's first bucket has 1 MiB. In one bucket all entries compete for the payload; in two, each parameter keeps
-        the density of its bucket, and an embedding that needs five times as much ends training behind.
+        DDP would make two, of 1 MiB and of the rest, which is ready at the end of backward. In one bucket all entries
+        compete for the payload; in two, each parameter keeps the density of its bucket, and a model whose embedding
+        needs five times as much ends training behind.
         """
         several = [*trained]
-        small = sum(p.nbytes for p in several) <= CPU_BUCKET_MB * 2**20
+        small = sum(p.nbytes for p in several) <= model.bucket_bytes_cap
         self._together = small and model.bucket_bytes_cap_default and len({p.dtype for p in several}) == 1
 
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
