@@ -117,14 +117,15 @@ def held_by(residuals: Residuals) -> dict[Tensor, tuple[Tensor, Tensor]]:
     served: dict[Tensor, Tensor] = {}
     for bucket, end in residuals._live.items():
         flat = torch.zeros(end.plan.parts.numel, dtype=end.dtype, device=end.sizes.device)
-        end.add_served("residual", flat)
+        end.add_served("residual", flat, 1 / residuals._rates.get(bucket, 1.0))
         served.update(zip(bucket, flat.split(list(end.plan.parts.slices)), strict=True))
     found = {}
+    over = {p: rate for bucket, rate in residuals._rates.items() for p in bucket}
     for p, kept in residuals._kept.items():
         zero = torch.zeros(p.numel(), device=p.device)
         worker, server = kept.parts.get("residual"), served.get(p)
         found[p] = (
-            zero if worker is None else kept.spread(worker, p.numel(), residuals.rank, kept.count),
+            zero if worker is None else kept.spread(worker, p.numel(), residuals.rank, kept.count) / over.get(p, 1.0),
             zero if server is None else kept.spread(server, p.numel(), residuals.rank),
         )
     return found

@@ -9,8 +9,9 @@ from groups import on_ranks
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import LambdaCallback
 from ranks import attach, attached, four_layers, gradient, loss_of, mean_over_ranks, shared, undelivered
+from torch import nn
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from trainers import InThisProcess, Module, fit
 
 from lightning_topk import TopKStrategy, fabric
@@ -89,7 +90,7 @@ def test_a_rate_that_is_set_after_backward_counts_from_the_next_step_on(rank, wo
             known = run.state.optimizers.rates.now
         run.step()
     assert known == (0.01,)
-    assert {unit.rate for unit in run.state.residuals.units(run.state.optimizers.rates).values()} == {0.01}
+    assert {unit.rate for unit in run.state.residuals.units(run.state.optimizers.rates).values()} == {0.02}
 
 
 @on_ranks(2)
@@ -267,3 +268,42 @@ def test_clipping_that_the_user_gives_up_ends(rank, world):
         found.append(gradient(run.net).norm())
     assert found[6] < 0.05
     assert found[-1] > 0.5 * run.own.norm()
+
+
+@on_ranks(2)
+def test_what_waits_for_adam_does_not_grow_while_the_rate_falls(rank, world):
+    """It would spoil Adam's second moment; what waits for SGD grows, as dense training has applied it."""
+    grown = []
+    for kind in (SGD, AdamW):
+        net, seen = four_layers(), []
+        optimizer = kind(net.parameters(), lr=1e-4)
+        model, state = attached(net, {"bucket_cap_mb": 0.001}, ratio=0.05, optimizer=optimizer)
+        scheduler = CosineAnnealingLR(optimizer, 40)
+        for step in range(40):
+            ranks.train(model, rank, [step % 5], optimizer)
+            scheduler.step()
+            seen.append(gradient(net).abs().max())
+        grown.append(max(seen[-5:]) / max(seen[10:20]))
+        state.close()
+    assert grown[0] > 5
+    assert grown[1] < 2
+
+
+@on_ranks(2)
+def test_a_group_without_a_rate_keeps_its_gradients_while_others_warm_up(rank, world):
+    """A frozen backbone in the same bucket, and one that no known optimizer steps."""
+    for known in (True, False):
+        net, seen = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 40)), []
+        groups = [{"params": net[1].parameters(), "lr": 1e-6}]
+        if known:
+            groups.append({"params": net[0].parameters(), "lr": 0.0})
+        optimizer = SGD(groups, lr=0.1)
+        model, state = attached(net, ratio=0.1, optimizer=optimizer)
+        for step, rate in enumerate([1e-6, 1e-5, 1e-4, 1e-3, 1e-3, 1e-3, 1e-3, 1e-5, 1e-5, 1e-5]):
+            optimizer.param_groups[0]["lr"] = rate
+            if known and step >= 5:
+                optimizer.param_groups[1]["lr"] = 1e-3
+            ranks.train(model, rank, [step % 3], optimizer)
+            seen.append(net[0].weight.grad.abs().max().item())
+        assert max(seen[3:]) < 10 * max(seen[:3]) + 0.2
+        state.close()

@@ -301,15 +301,20 @@ class Workers:
         self.sent_bytes = self.cluster.sent_bytes
         self._clippings = [Clipping() for _ in range(workers)]
         self._bucket = (torch.empty(0),)
-        self._unit = 0.0
+        self._rate, self._over = 0.0, 1.0  # of the last step, and over that in whose unit the residuals are
 
-    def step(self, gradients: Sequence[Tensor], epoch: int, rate: float) -> list[Tensor]:
-        """Exchanges the workers' gradients ``[d]`` of a step with this learning rate."""
-        self._unit = self._unit or rate
+    def step(self, gradients: Sequence[Tensor], epoch: int, rate: float, falls: bool) -> list[Tensor]:
+        """Exchanges the workers' gradients ``[d]`` of a step with this learning rate.
+
+        What waits grows if the rate ``falls``, as for SGD.
+        """
+        if self._rate and rate:
+            self._over *= rate / self._rate if falls else max(1.0, rate / self._rate)
+        self._rate = rate or self._rate
         for each in self._clippings:
             each.begin_pass()
         clips = [each.of(self._bucket, gradients[0].device) for each in self._clippings]
-        applied = [Applied(rate / self._unit if rate else 1.0, clip) for clip in clips]
+        applied = [Applied(self._over, clip) for clip in clips]
         delivered = self.cluster.step(gradients, epoch, applied=applied)
         for each, outcome in zip(self._clippings, self.cluster.outcomes, strict=True):
             if outcome.norms is not None:
@@ -395,7 +400,8 @@ def train(
         if observe is not None:
             run.seen.append(observe(getattr(ranks, "cluster", ranks), gradients))
         if isinstance(ranks, Workers):
-            delivered = ranks.step(gradients, step // epoch_steps, optimizer.rate(step, steps))
+            rate = optimizer.rate(step, steps)
+            delivered = ranks.step(gradients, step // epoch_steps, rate, optimizer.kind == "SGD")
         else:
             delivered = ranks.step(gradients, epoch=step // epoch_steps)
         run.union.append(int(delivered[0].count_nonzero()))

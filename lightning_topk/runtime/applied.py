@@ -5,7 +5,7 @@ gradients of many steps, and delivers them later. So that each of them counts as
 ``c_t u_t g_t``, and what it delivers is divided by ``u_t`` of that step (:class:`lightning_topk.core.guards.Applied`).
 
 **The rate** ``u_t`` is the optimizer's, relative to the one in whose unit the residual is. Only changes of the rate
-matter, so groups of different rates compete for payloads as before.
+matter, so groups of different rates compete for payloads as before. A falling rate enlarges only what waits for SGD.
 
 **The clipping** ``c_t = min(1, C / n_t)`` depends on C, which the user's code knows, and on the norm ``n_t`` of the
 mean gradient, which no rank knows before the exchange of the first bucket. Both are estimated without communication:
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -83,7 +84,7 @@ def rate_of(group: Mapping[str, object]) -> float:
     rate = group.get("lr")
     if isinstance(rate, Tensor):
         return 0.0 if rate.is_cuda else float(rate)
-    return float(rate) if isinstance(rate, int | float) else 0.0
+    return float(rate) if isinstance(rate, Real) else 0.0
 
 
 class Clipping:
@@ -184,7 +185,7 @@ class Clipping:
         same = (norm / known - 1).abs() < NEAR
         other_factor = (factor / before - 1).abs() > NEAR
         evidence = (same & other_factor).float() - 2.0 * (~same & ~known.isnan()).float()
-        sure = (sure + torch.where(clipped, evidence, 0.0)).clamp(max=SURE)
+        sure = (sure + torch.where(clipped, evidence, 0.0)).clamp(-SURE, SURE)
         grown = torch.where(known < norm, norm, known)  # it lets a larger one pass
         slack = torch.where(clipped, 1.0, torch.where(acted & (factor >= 1 - NEAR), slack * SLACK, slack))
         return torch.stack([torch.where(clipped, norm, grown), torch.where(clipped, factor, before), sure, slack])

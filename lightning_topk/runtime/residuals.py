@@ -84,6 +84,7 @@ class _Kept:
         """Changes the unit of the memories; ``last`` is that of the last step, theirs if it is unknown."""
         if self.parts:
             factor = (self.unit if self.unit.rate else last).over(unit)
+            factor = factor if unit.optimizer == "SGD" else min(factor, 1.0)  # as `Residuals.rate` does
             if factor not in (0, 1):
                 self.parts = {name: part * factor for name, part in self.parts.items()}
             self.unit = unit
@@ -109,6 +110,7 @@ class Residuals:
         """The state that uses them, or the last one that did."""
         self._kept: dict[Tensor, _Kept] = {}
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
+        self._rates: dict[tuple[Tensor, ...], float] = {}  # of the last exchange of a bucket, see `rate`
         self._dropped = Counter[str]()  # parameters whose residuals were dropped since the last warning, by reason
 
     # -------------------------------------------------------------------------------- endpoints
@@ -126,17 +128,13 @@ class Residuals:
     def rate(self, parameters: tuple[Tensor, ...], rates: Rates) -> float:
         """The learning rate of a pass over that in whose unit the memories of a bucket are.
 
-        If the rates of its parameter groups have changed by different factors, the memories of some change their unit.
+        What waits, divided by it, is a gradient. If the rates of the bucket's parameter groups have changed by
+        different factors, the memories of some change their unit.
         """
-        end = self._live[parameters]
-        ratios, largest = [], max(range(len(parameters)), key=end.plan.parts.sizes.__getitem__)
-        for p in parameters:
-            kept = self._kept[p]
-            if not kept.unit.rate and rates.stepped:
-                kept.unit = rates.in_last_step(p)
-            ratios.append(rates.of(p).over(kept.unit))
-        main = ratios[largest] or 1.0
-        factors = [main / ratio if ratio else 1.0 for ratio in ratios]
+        end, last = self._live[parameters], self._rates.get(parameters, 1.0)
+        ratios = [self._ratio(self._kept[p], rates, p, last) for p in parameters]
+        now = ratios[max(range(len(parameters)), key=end.plan.parts.sizes.__getitem__)]
+        factors = [now / ratio for ratio in ratios]
         if any(abs(factor - 1) > 1e-6 for factor in factors):
             spread = end.spread(ops.to_device(torch.tensor(factors), end.sizes.device))
             for link, each in zip(end.links, spread, strict=True):
@@ -145,7 +143,23 @@ class Residuals:
             for p, factor in zip(parameters, factors, strict=True):
                 kept = self._kept[p]
                 kept.unit = kept.unit._replace(rate=kept.unit.rate / factor)
-        return main
+        self._rates[parameters] = now
+        return now
+
+    @staticmethod
+    def _ratio(kept: _Kept, rates: Rates, p: Tensor, last: float) -> float:
+        """The rate of a pass over a parameter's unit; ``last`` if there is none. Notes the unit that it has by then.
+
+        SGD moves by gradient times rate. Other optimizers divide by past gradients, which one that a falling rate has
+        enlarged would spoil: so theirs only shrink, while the rate rises.
+        """
+        now, stepped = rates.of(p), rates.in_last_step(p)
+        if now.rate and (kept.unit.optimizer != now.optimizer if kept.unit.rate else rates.stepped):
+            kept.unit = stepped._replace(rate=stepped.rate / last)
+        ratio = now.over(kept.unit)
+        if ratio and ratio < last and now.optimizer != "SGD":
+            kept.unit = now._replace(rate=now.rate / last)
+        return max(ratio, last) if now.optimizer != "SGD" else ratio or last
 
     def drop_endpoints(self, parameters: set[Tensor]) -> None:
         """Drops the endpoints that hold any of these parameters; their next exchange creates new ones."""
@@ -155,8 +169,13 @@ class Residuals:
                 for tensor in link.memory.tensors().values():
                     if tensor.is_cuda:  # possibly created on another stream, and still in use on this one when freed
                         tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            rate = self._rates.pop(bucket, 1.0)
             for name, worker in end.uplink.memory.tensors().items():  # the parameters have views of it
                 end.add_served(name, worker, end.plan.world)
+                if rate != 1:
+                    worker.mul_(1 / rate)
+            for kept in (self._kept[p] for p in bucket):
+                kept.unit = kept.unit._replace(rate=kept.unit.rate * rate)
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...], rates: Rates | None) -> None:
         """Moves the memories of the parameters into their new endpoint; drops those that it does not keep."""
@@ -220,6 +239,7 @@ class Residuals:
         ``units`` are theirs, where they are known.
         """
         self._live.clear()
+        self._rates.clear()
         self._kept = {
             p: _Kept(form_of(p), dict(parts), loaded=True, unit=(units or {}).get(p, UNKNOWN))
             for p, parts in memories.items()
@@ -227,10 +247,13 @@ class Residuals:
 
     def units(self, rates: Rates | None) -> dict[Tensor, Unit]:
         """The units of the memories, where they are known: also of those exchanged once, in the last step."""
+        over = {p: rate for bucket, rate in self._rates.items() for p in bucket}
         for p, kept in self._kept.items():
             if not kept.unit.rate and rates is not None:
-                kept.unit = rates.in_last_step(p)
-        return {p: kept.unit for p, kept in self._kept.items() if kept.unit.rate}
+                unit = rates.in_last_step(p)
+                kept.unit = unit._replace(rate=unit.rate / over.get(p, 1.0))
+        known = {p: kept.unit for p, kept in self._kept.items() if kept.unit.rate}
+        return {p: unit._replace(rate=unit.rate * over.get(p, 1.0)) for p, unit in known.items()}
 
     def _forget_changed(self, parameters: Iterable[Tensor]) -> None:
         """Forgets parameters whose size or memory format changed; none of them may have an endpoint."""
@@ -277,9 +300,10 @@ class Residuals:
             parts, worker = end.plan.parts, end.uplink.memory.tensors().get(name)
             share = memory[end.dtype][: parts.count * parts.numel].zero_()
             mine = share.view(parts.count, parts.numel)[self.rank % parts.count]
+            rate = self._rates.get(bucket, 1.0)
             if worker is not None:
-                torch.mul(worker, parts.count / world, out=mine)
-            end.add_served(name, mine)
+                torch.mul(worker, parts.count / world / rate, out=mine)
+            end.add_served(name, mine, 1 / rate)
             columns = share.view(parts.count, parts.numel).split(parts.slices, dim=1)
             sums = (column.reshape(-1)[:size] for column, size in zip(columns, parts.sizes, strict=True))
             yield bucket, share, sums
@@ -314,11 +338,11 @@ class Residuals:
         The mean of the first over the ranks is the mean over the workers, even if the ranks of a node are one worker.
         """
         energy = torch.zeros(2, dtype=torch.float64)
-        for end in self._live.values():
+        for bucket, end in self._live.items():
             for side, link in enumerate(end.links):
                 kept = link.memory.tensors().get("residual")
                 if kept is not None:
-                    shared = 1 if side else end.plan.parts.count
+                    shared = (1 if side else end.plan.parts.count) / self._rates.get(bucket, 1.0) ** 2
                     energy[side] += shared * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
         return energy
 
