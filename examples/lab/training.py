@@ -27,6 +27,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.guards import Applied
 from lightning_topk.runtime.applied import Clipping
 from lightning_topk.runtime.momentum import adapt_momentum
+from lightning_topk.runtime.residuals import FALL
 from lightning_topk.simulate import Cluster
 
 K = TypeVar("K", bound=Hashable)
@@ -303,13 +304,10 @@ class Workers:
         self._bucket = (torch.empty(0),)
         self._rate, self._over = 0.0, 1.0  # of the last step, and over that in whose unit the residuals are
 
-    def step(self, gradients: Sequence[Tensor], epoch: int, rate: float, falls: bool) -> list[Tensor]:
-        """Exchanges the workers' gradients ``[d]`` of a step with this learning rate.
-
-        What waits grows if the rate ``falls``, as for SGD.
-        """
+    def step(self, gradients: Sequence[Tensor], epoch: int, rate: float, least: float) -> list[Tensor]:
+        """Exchanges the gradients ``[d]`` of a step with this learning rate, ``least`` of the one before at least."""
         if self._rate and rate:
-            self._over *= rate / self._rate if falls else max(1.0, rate / self._rate)
+            self._over *= max(least, rate / self._rate)
         self._rate = rate or self._rate
         for each in self._clippings:
             each.begin_pass()
@@ -401,7 +399,8 @@ def train(
             run.seen.append(observe(getattr(ranks, "cluster", ranks), gradients))
         if isinstance(ranks, Workers):
             rate = optimizer.rate(step, steps)
-            delivered = ranks.step(gradients, step // epoch_steps, rate, optimizer.kind == "SGD")
+            least = 0.0 if optimizer.kind == "SGD" else FALL
+            delivered = ranks.step(gradients, step // epoch_steps, rate, least)
         else:
             delivered = ranks.step(gradients, epoch=step // epoch_steps)
         run.union.append(int(delivered[0].count_nonzero()))

@@ -26,6 +26,8 @@ from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.ops import reference
 from lightning_topk.runtime.applied import UNKNOWN, Rates, Unit
 
+FALL = 0.9
+"""Least rate of a step over the one before that counts for what waits, unless the optimizer is SGD."""
 TOGETHER = 1 << 21
 """Elements of memories that are collected together for a checkpoint, if they are in no bucket."""
 Form = tuple[tuple[int, ...], tuple[int, ...]]
@@ -84,7 +86,7 @@ class _Kept:
         """Changes the unit of the memories; ``last`` is that of the last step, theirs if it is unknown."""
         if self.parts:
             factor = (self.unit if self.unit.rate else last).over(unit)
-            factor = factor if unit.optimizer == "SGD" else min(factor, 1.0)  # as `Residuals.rate` does
+            factor = factor if unit.optimizer == "SGD" else min(factor, 1 / FALL)  # as `Residuals.rate` does
             if factor not in (0, 1):
                 self.parts = {name: part * factor for name, part in self.parts.items()}
             self.unit = unit
@@ -151,15 +153,17 @@ class Residuals:
         """The rate of a pass over a parameter's unit; ``last`` if there is none. Notes the unit that it has by then.
 
         SGD moves by gradient times rate. Other optimizers divide by past gradients, which one that a falling rate has
-        enlarged would spoil: so theirs only shrink, while the rate rises.
+        enlarged a hundred times would spoil for long: so for theirs a step's rate counts as ``FALL`` of the one before
+        at least.
         """
         now, stepped = rates.of(p), rates.in_last_step(p)
         if now.rate and (kept.unit.optimizer != now.optimizer if kept.unit.rate else rates.stepped):
             kept.unit = stepped._replace(rate=stepped.rate / last)
-        ratio = now.over(kept.unit)
-        if ratio and ratio < last and now.optimizer != "SGD":
-            kept.unit = now._replace(rate=now.rate / last)
-        return max(ratio, last) if now.optimizer != "SGD" else ratio or last
+        ratio = now.over(kept.unit) or last
+        if now.optimizer != "SGD" and ratio < FALL * last:
+            ratio = FALL * last
+            kept.unit = now._replace(rate=now.rate / ratio)
+        return ratio
 
     def drop_endpoints(self, parameters: set[Tensor]) -> None:
         """Drops the endpoints that hold any of these parameters; their next exchange creates new ones."""
