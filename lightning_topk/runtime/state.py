@@ -170,7 +170,7 @@ class HookState:
             self._say(*messages.saving_warnings(self.buckets, buckets, self.predicted()))
 
     def clipping(self) -> Clipping:
-        """What shows the user's clipping of gradients, from which this rank delivers all entries or a shard."""
+        """Makes the estimate of the user's clipping; an adapter of shards overrides it."""
         return Clipping()
 
     def _collect(self) -> None:
