@@ -139,7 +139,6 @@ class Shown(NamedTuple):
 SHOWN = (
     Shown("GPT, 0.35 million parameters, usual settings (loss)", "tied gpt", 300),
     Shown("the same", "tied gpt", 1000),
-    Shown("the same", "tied gpt", 3000),
     Shown("convnet, 0.2 million, SGD", "convnet", 1000),
     Shown("ResNet-18, 2.8 million, SGD", "narrow resnet18", 3000),
     Shown("GPT, 0.1 million, AdamW (loss)", "gpt", 1000),
