@@ -140,10 +140,8 @@ class TopKState(HookState):
                 for part in waiting:
                     part.done.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
 
-        exchanged, stream = (
-            self.exchange(bucket, flat, f"{len(waiting)} buckets", all_used),
-            self.lane(flat.device).stream,
-        )
+        exchanged = self.exchange(bucket, flat, f"{len(waiting)} buckets", all_used)
+        stream = self.lane(flat.device).stream
         if stream is None:
             exchanged.then(end)
         else:

@@ -62,8 +62,10 @@ def exchange(
     none may be unused.
     """
     now = Step(step, scale, scale, measure)
-    path = _exchange_used(end, g, codecs, now, applied, used) if used is not None else None
-    path = path or _exchange_checked(end, g, codecs, now, applied)
+    if used is None:
+        path = _exchange_checked(end, g, codecs, now, applied)
+    else:
+        path = _exchange_used(end, g, codecs, now, applied, used)
     request, reply = None, None
     try:
         while True:
