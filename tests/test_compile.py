@@ -68,7 +68,7 @@ def launched(
             for bad in (None, torch.zeros((), dtype=torch.bool)):
                 cuda.copy_parts(x, rows, end.pieces, bad)
             cuda.nan_unless_(x.to(dtype), end.starts, torch.ones((), dtype=torch.bool))
-            rule = Rule(0.9, 1.0, 1, 0.1, waits=True)
+            rule = Rule(0.9, 1.0, 1, 0.1, waits=True, squares=0.95)
             stepped = Stepped(e, torch.zeros(numel, dtype=torch.uint8), x, e, x, x, rule)
             cuda.catch_up_([stepped], torch.ones(()), torch.zeros(()), {})
     return (each for each in found.values() if each.launches)

@@ -339,7 +339,7 @@ def sharded(rank: int, world: int, device: str = "cuda") -> None:
     def make(mesh: DeviceMesh) -> nn.Module:
         return test_fsdp.sharded(Net(empty=False).to(device), mesh)
 
-    train = partial(test_fsdp.learned, rank=rank, clip=False, kind=torch.optim.SGD)
+    train = partial(test_fsdp.learned, rank=rank, wait="set_requires_gradient_sync", clip=False, kind=torch.optim.SGD)
     test_fsdp.as_hybrid(make, train, test_fsdp.mesh_of(2, world // 2, device), 1e-5, 1e-4)
 
 

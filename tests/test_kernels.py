@@ -349,17 +349,18 @@ def test_the_fused_receive_equals_the_separate_steps(wire, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
 def test_momentum_buffers_catch_up_in_one_launch_like_in_the_reference(dtype, skipped):
-    rules = [Rule(0.9, 0.5), Rule(0.9, 1.0, -1, 0.1, 0.7), Rule(0.5, 0.1, -1, 0.1, waits=True)]
+    squares = Rule(0.9, 0.1, squares=0.95), Rule(0.5, 0.5, -1, 0.1, waits=True, squares=0.0)
+    rules = [Rule(0.9, 0.5), Rule(0.9, 1.0, -1, 0.1, 0.7), Rule(0.5, 0.1, -1, 0.1, waits=True), *squares]
     ends, tables = [], {}
     found_inf = None if skipped is None else torch.tensor(skipped, device=DEVICE)
     scale = None if skipped is None else torch.tensor(8.0, device=DEVICE)
     for version in (cuda, reference):
         several = []
-        for rule, numel in zip(rules, (3, 5_001, 2_048), strict=True):
+        for rule, numel in zip(rules, (3, 5_001, 2_048, 1_000, 300), strict=True):
             buffer, gradient = (each.to(dtype) for each in given("normal", numel))
             gradient[gradient.abs() < 1.5] = 0
             waited = (torch.arange(numel, device=DEVICE) % 256).clamp(max=254).to(torch.uint8)
-            lent = torch.empty_like(gradient) if rule.waits else None
+            lent = torch.empty_like(gradient) if rule.lends else None
             several.append(Stepped(buffer, waited, gradient, torch.empty_like(buffer), buffer.flip(0), lent, rule))
         before = [(each.buffer.clone(), each.waited.clone()) for each in several]
         if version is cuda:

@@ -42,7 +42,8 @@ def literal(kind, gradients, lr, **options) -> torch.Tensor:
     """The rule alone: a delivered entry takes all steps since its last delivery, the others one with a zero gradient.
 
     Decay in the gradient: SGD's multiplies an entry by ``kept`` in each step, but is in the gradient, as in torch, if
-    D is 1; Adam's comes with the gradient, that of all the steps.
+    D is 1; Adam's comes with the gradient, that of all the steps. A gradient counts as D of its energy in Adam's
+    second moment.
     """
     weights = torch.ones(SIZE, dtype=torch.float64)
     b, q, largest, d = (torch.zeros(SIZE, dtype=torch.float64) for _ in range(4))
@@ -64,7 +65,7 @@ def literal(kind, gradients, lr, **options) -> torch.Tensor:
         v = m * b + a * g
         moved = torch.where(here | ((t == 1) & (kind is SGD)), (1 - m ** (d + 1)) / (1 - m) * v, 0.0)
         b = torch.where(here, m**d * v, b)
-        d = torch.where(here, 0, d + 1)
+        steps, d = d + 1, torch.where(here, 0, d + 1)
         if kind is SGD:
             weights = shrunk - lr * (g + m * moved if nesterov else moved)
             continue
@@ -73,7 +74,7 @@ def literal(kind, gradients, lr, **options) -> torch.Tensor:
             q = torch.maximum(n * q, g.abs() + 1e-8)
             weights = shrunk - lr * moved / (1 - m**t) / q
             continue
-        q = n * q + (1 - n) * g.square()
+        q = n * q + (1 - n**steps) / steps * g.square()
         largest = torch.maximum(largest, q)
         root = (largest if options.get("amsgrad") else q) / (1 - n**t)
         weights = shrunk - lr * moved / (1 - m**t) / (root.sqrt() + 1e-8)
@@ -192,6 +193,26 @@ def test_every_gradient_moves_an_entry_as_far_as_in_dense_training():
     found = stepped(optimizer, parameter, delivered())
     to_come = 9 * optimizer.state[parameter]["momentum_buffer"]
     torch.testing.assert_close(found - to_come, -10 * sum(delivered()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("squares", [0.9, 0.95, 0.99, 0.999])
+def test_adam_moves_an_entry_by_noise_as_far_as_in_dense_training_however_long_it_waits(squares):
+    """Gradients of pure noise, which each entry adds up until it is delivered, every so many steps."""
+    every, generator = torch.tensor([1, 4, 16, 100]).repeat_interleave(1000), torch.Generator().manual_seed(0)
+    ours, dense = (
+        adapted(AdamW, torch.zeros(len(every)), adapts, lr=1.0, betas=(0.9, squares), weight_decay=0.0)
+        for adapts in (True, False)
+    )
+    waiting = torch.zeros(len(every))
+    for step in range(800):
+        gradient = torch.randn(len(every), generator=generator)
+        waiting, here = waiting + gradient, step % every == every - 1
+        for (optimizer, parameter), found in ((ours, torch.where(here, waiting, 0.0)), (dense, gradient)):
+            parameter.grad = found
+            optimizer.step()
+        waiting[here] = 0
+    moved = [parameter.detach().view(4, -1).norm(dim=1) for _, parameter in (ours, dense)]
+    torch.testing.assert_close(*moved, rtol=0.16, atol=0)
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)

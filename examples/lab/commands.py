@@ -115,6 +115,11 @@ COMMANDS = {
         "final quality over the learning rate, up to 85 million parameters; hours per run; resumable",
         "data models systems rates optimizers workers batch steps seeds minutes device",
     ),
+    "reproduce lag": (
+        "papers.lag:run",
+        "how many steps compression costs, by what is sent and length; hours per run; resumable",
+        "models savings lengths rates batch seeds minutes device",
+    ),
     "reproduce first-script": (
         "papers.first_script:run",
         "a GPT with everyone's settings between real ranks, with DDP and with saving=50",
@@ -128,7 +133,7 @@ COMMANDS = {
     "reproduce second-moment": (
         "papers.second_moment:run",
         "Adam's second moment by how long entries wait",
-        "rates steps",
+        "optimizers rates steps",
     ),
 }
 """The function, the help and the options of each command."""

@@ -19,6 +19,15 @@ If D is 1, this is the optimizer's own step. In the end each gradient moves the 
 whatever the D before and after it, and b is the velocity of the movement to come. So a checkpoint of the optimizer
 holds true velocities, and a run can continue from it with DDP.
 
+Adam's second moment q fades by its factor n in each step, and is largest right after a delivery, when Adam divides by
+it: the larger, the longer the entry has waited, and the shorter its memory 1 / (1 - n) is. So a delivered gradient
+counts in it as D gradients of the same energy in all, one in each of the D steps, of squares g^2 / D::
+
+    q = n^D q + (1 - n^D) g^2 / D    instead of    n^D q + (1 - n) g^2
+
+If n is near 1, or D is 1, both are the same. Adamax, whose q is no mean, steps as in torch; NAdam also moves an entry
+by a part of the gradient itself, and takes that of the one of the D gradients.
+
 Weight decay w of the parameter x. AdamW's is apart from the gradient, and stays. If it is part of the gradient:
 
 - Adam, NAdam, RAdam and Adamax take that of D steps with the gradient: v = m b + a (g + D w x).
@@ -26,9 +35,9 @@ Weight decay w of the parameter x. AdamW's is apart from the gradient, and stays
   the entry by r, whether it is delivered or not. r is how much dense training keeps of a weight in each step once its
   momentum has settled, see :func:`kept`.
 
-Method. The optimizer's own ``step()`` runs on a temporary momentum buffer, and Adam's with weight decay on a temporary
-gradient, that make it do this; its own buffer is updated, and both are restored afterwards. So all options of the
-optimizers keep working. One launch prepares all parameters. On a CPU, torch's fused steps take a third of the time of
+Method. The optimizer's own ``step()`` runs on a temporary momentum buffer, and Adam's on a temporary gradient, that
+make it do this; its own buffer is updated, and both are restored afterwards. So all options of the optimizers keep
+working. One launch prepares all parameters. On a CPU, torch's fused steps take a third of the time of
 its default ones; they run where the user left the choice to torch.
 """
 
@@ -146,12 +155,12 @@ class AdaptedMomentum:
     def _step_buffers(
         self, steps: Sequence[tuple[Tensor, _Member, Rule]], scale: Tensor | None, skipped: Tensor | None
     ) -> None:
-        """Steps the momentum buffers, and lends the optimizer others, and gradients that include decay."""
+        """Steps the momentum buffers, and lends the optimizer others, and the gradients that its rule asks for."""
         own = [member.own for _, member, _ in steps]
-        made = iter(self._lent.like(own + [p for p, _, rule in steps if rule.waits]))
+        made = iter(self._lent.like(own + [p for p, _, rule in steps if rule.lends]))
         buffers, several = [next(made) for _ in steps], []
         for (p, member, rule), buffer in zip(steps, buffers, strict=True):
-            lent = next(made) if rule.waits else None
+            lent = next(made) if rule.lends else None
             several.append(member.stepped(p, buffer, lent, rule))
             if lent is not None:
                 self._lend_gradient(p, lent)
@@ -349,10 +358,13 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     """The rule for the parameters of a group."""
     m, sgd, decay = _number(_momentum(group)), "dampening" in group, _number(group["weight_decay"])
     a, sign = 1 - (_number(group["dampening"]) if sgd else m), -1 if group["maximize"] else 1
+    n = (
+        _number(group["betas"][1]) if "decoupled_weight_decay" in group else 1.0
+    )  # SGD and Adamax have no mean of squares
     if group.get("decoupled_weight_decay") or not (isinstance(decay, Tensor) or decay):
-        return Rule(m, a, sign)
+        return Rule(m, a, sign, squares=n)
     if not sgd:
-        return Rule(m, a, sign, decay, waits=True)
+        return Rule(m, a, sign, decay, waits=True, squares=n)
     nesterov = group["nesterov"]
     lr = _number(group["lr"]) + 1e-6  # not 0; the rate hardly depends on so small a one
     rate = (1 - kept(lr, m, a, decay, nesterov)) / lr

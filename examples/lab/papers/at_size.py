@@ -93,7 +93,7 @@ def run(
         raise ValueError(f"Muon steps the matrices of a GPT's blocks, and {', '.join(without)} has none.")
     setups = [setup(model, steps, batch, kind, workers) for model in chosen for kind in optimizers]
     jobs = {
-        run_key(each, system, rate, seed): partial(_train, each, system, rate, seed, data, device)
+        run_key(each, system, rate, seed): partial(train_run, each, system, rate, seed, data, device)
         for seed in range(seeds)
         for each in setups
         for rate in [float(rate) for rate in rates] or [COURSES[each.model].optimizer.lr]
@@ -166,7 +166,10 @@ def exchange(system: str, course: Course) -> Any:
     return partial(PowerSGD, course.powersgd if name == "PowerSGD" else 0)
 
 
-def _train(setup: Setup, system: str, rate: float, seed: int, data: Path | None, device: str = "cpu") -> dict[str, Any]:
+def train_run(
+    setup: Setup, system: str, rate: float, seed: int, data: Path | None, device: str = "cpu"
+) -> dict[str, Any]:
+    """Trains a system, and returns an entry of ``at-size.jsonl``."""
     model, kind, batch, steps, workers = setup
     course = COURSES[model]
     options: dict[str, Any] = {"every": max(1, steps // 12), "device": device, "data": data if course.images else None}

@@ -12,7 +12,7 @@ import torch
 
 from lab.papers.at_size import COURSES, WORKERS
 from lab.report import Result
-from lab.training import Problem, run_all
+from lab.training import LANGUAGE, Problem, run_all
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import Row
 from lightning_topk.runtime.momentum import adapt_momentum
@@ -22,49 +22,54 @@ EDGES = (1, 4, 8, 16, 32, 64, math.inf)
 """Bounds of the ranges of waits, in steps."""
 
 
-def run(rates: Sequence[str] = ("0.0035", "0.01", "0.03"), steps: int = 1000) -> Result:
-    """Trains the small GPT at several learning rates."""
+def run(optimizers: Sequence[str] = LANGUAGE, rates: Sequence[str] = ("0.01",), steps: int = 1000) -> Result:
+    """Trains the small GPT with several second betas and learning rates."""
     result = Result(
         "second-moment",
         "how much larger than dense training's Adam's second moment is, by how long an entry waits",
-        f"GPT of 0.12 million parameters, {WORKERS} simulated workers, AdamW, saving=50, one seed. The second moment "
-        "after some steps, over that of the workers' mean gradients of the same steps: the median of the entries that "
-        "wait so long on average. Both gradients are clipped.",
+        f"GPT of 0.12 million parameters, {WORKERS} simulated workers, saving=50, one seed. The second moment by which "
+        "an entry is divided when it is delivered, over that of the workers' mean gradients of all steps so far: the "
+        "median of the entries that wait so long on average. Both gradients are clipped.",
     )
-    jobs = {rate: partial(measure, float(rate), steps) for rate in rates}
-    for rate, rows in run_all(jobs, "second-moment").items():
-        result.tables[f"learning rate {rate}"] = rows
+    jobs = {(kind, rate): partial(measure, kind, float(rate), steps) for kind in optimizers for rate in rates}
+    for (kind, rate), rows in run_all(jobs, "second-moment").items():
+        title = f"{kind}, learning rate {rate}"
+        result.tables[title] = rows
         axes = {"xlog": True, "ylog": True, "ylabel": "second moment, over dense training's"}
-        curves = result.panel(f"learning rate {rate}", "steps that an entry waits, at least", **axes)
+        curves = result.panel(title, "steps that an entry waits, at least", **axes)
         curves |= {head: (EDGES[:-1], [row[head] for row in rows]) for head in [*rows[0]][1:]}
     return result
 
 
-def measure(rate: float, steps: int, seed: int = 0) -> list[Row]:
+def measure(kind: str, rate: float, steps: int, seed: int = 0) -> list[Row]:
     """The ratio of the second moments after a tenth, three tenths and all of the steps, for each range of waits."""
     course = COURSES["gpt"]
-    problem, optimizer = Problem("gpt", seed), replace(course.optimizer, lr=rate)
+    problem, optimizer = Problem("gpt", seed), replace(course.optimizer, lr=rate, kind=kind)
+    beta = float(kind.split()[1])
     sizes = tuple(parameter.numel() for parameter in problem.parameters)
     cluster, theta = Cluster(TopKConfig(saving=50), WORKERS, sum(sizes), sizes=sizes), problem.start.clone()
-    made = optimizer.make({"": theta})
-    adapt_momentum(made, cluster)
-    deliveries, ours, dense = (torch.zeros_like(theta) for _ in range(3))
+    parts = problem.weights(theta)
+    (made,) = optimizer.make(dict(enumerate(parts)))
+    adapt_momentum([made], cluster)
+    deliveries, dense = torch.zeros_like(theta), torch.zeros_like(theta)
     generator, rows = torch.Generator().manual_seed(seed), dict[float, Row]()
     for step in range(1, steps + 1):
         batches = torch.randint(len(problem.data.labels), (WORKERS, course.batch), generator=generator)
         gradients = problem.gradients(theta, batches, generator)
-        theta.grad = cluster.step(gradients)[0]
-        deliveries += theta.grad != 0
-        optimizer.step(made, step - 1, steps)  # clips the gradient
+        delivered = cluster.step(gradients)[0]
+        deliveries += delivered != 0
+        for part, its in zip(parts, problem.weights(delivered), strict=True):
+            part.grad = its
+        optimizer.step([made], step - 1, steps)  # clips the gradient
         mean = torch.stack(gradients).mean(0)
         mean *= min(1.0, (optimizer.clip_norm or math.inf) / float(mean.norm()))
-        for moment, gradient in ((ours, theta.grad), (dense, mean)):
-            moment.lerp_(gradient**2, 1 - 0.999)
+        dense.lerp_(mean**2, 1 - beta)
         if step in (steps // 10, 3 * steps // 10, steps):
-            known = (dense > 0) & (deliveries > 0)
-            waits, ratios = (step / deliveries)[known], (ours / dense)[known]
+            ours = torch.cat([made.state[part]["exp_avg_sq"].flatten() for part in parts])
+            here = (dense > 0) & (delivered != 0)
+            waits, ratios = (step / deliveries)[here], (ours / dense)[here]
             for low, high in itertools.pairwise(EDGES):
-                here = (low <= waits) & (waits < high)
+                some = (low <= waits) & (waits < high)
                 row = rows.setdefault(low, {"wait, steps": f"{low} to {high}" if high < math.inf else f"over {low}"})
-                row[f"after {step:,} steps"] = float(ratios[here].median())
+                row[f"after {step:,} steps"] = float(ratios[some].median())
     return [*rows.values()]

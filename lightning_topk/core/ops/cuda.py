@@ -199,15 +199,19 @@ def nan_unless_(g: Tensor, starts: Tensor, condition: Tensor) -> None:
 def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor | None, tables: dict[str, Any]) -> None:
     """Same as :func:`lightning_topk.core.ops.reference.catch_up_` of each, in one launch.
 
-    It moves 18 bytes per float32 entry, and 4 or 8 more with weight decay in the gradient. ``tables`` are copied to the
-    device where they changed.
+    It moves 18 bytes per float32 entry; 4 more for Adam's, and 4 more with weight decay in the gradient. ``tables`` are
+    copied to the device where they changed.
     """
     buffer, parameter, (rows, rules) = several[0].buffer, several[0].parameter, address_table(several)
     tiles = [triton.cdiv(row[6], SLOTS) for row in rows]
     firsts = [end - own for end, own in zip(accumulate(tiles), tiles, strict=True)]
     if not sum(tiles):
         return  # empty shards
-    by_rule = [[*rule, math.log2(rule.momentum), 1 / (1 - rule.momentum)] for rule in rules]
+    by_rule = []
+    for rule in rules:
+        m, n = rule.momentum, rule.squares
+        memory = math.log2(n) if n else -math.inf, 0.0 if n == 1 else 1 / (1 - n)
+        by_rule.append([*rule, math.log2(m), 1 / (1 - m), rule.weight / m, *memory])
     table = _on(buffer, tables, torch.int64, [[*row, first] for row, first in zip(rows, firsts, strict=True)])
     owners = _on(buffer, tables, torch.int32, tiles)
     dtypes = FLOATS[buffer.dtype], FLOATS[parameter.dtype]

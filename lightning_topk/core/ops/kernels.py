@@ -532,8 +532,8 @@ def catch_up(
     """Steps the momentum buffers of several parameters, see ``reference.catch_up_``.
 
     A row of ``table`` is one of ``reference.address_table``, and the number of its first tile. ``owners`` has the row
-    of each tile. A row of ``rules`` is a Rule, and log2(m) and 1 / (1 - m). BUFFER and GRADIENT are dtypes. ``inverse``
-    is 1 / ``scale``.
+    of each tile. A row of ``rules`` is a Rule, log2(m), 1 / (1 - m), a / m, log2(n) and 1 / (1 - n). BUFFER and
+    GRADIENT are dtypes. ``inverse`` is 1 / ``scale``.
     """
     owner = tl.load(owners + tl.program_id(0))
     row = table + owner.to(tl.int64) * 9
@@ -544,12 +544,13 @@ def catch_up(
     parameter = tl.load(row + 4).to(tl.pointer_type(GRADIENT))
     lent = tl.load(row + 5).to(tl.pointer_type(GRADIENT))
     decays, lends = tl.load(row + 4) != 0, tl.load(row + 5) != 0
-    numel, rule = tl.load(row + 6), rules + tl.load(row + 7) * 8
+    numel, rule = tl.load(row + 6), rules + tl.load(row + 7) * 12
     at = (tl.program_id(0) - tl.load(row + 8)) * TILE + tl.arange(0, TILE)
     inside = at < numel
     momentum, weight, sign = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2)
     decay, settled, waits = tl.load(rule + 3), tl.load(rule + 4), tl.load(rule + 5)
-    log_momentum, reach = tl.load(rule + 6), tl.load(rule + 7)
+    log_momentum, reach, over_momentum = tl.load(rule + 7), tl.load(rule + 8), tl.load(rule + 9)
+    log_squares, memory = tl.load(rule + 10), tl.load(rule + 11)
     found = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(buffer + at, mask=inside, other=0.0).to(tl.float32)
     steps = tl.load(waited + at, mask=inside, other=0)
@@ -568,10 +569,12 @@ def catch_up(
     v = momentum * b + weight * g
     faded = tl.exp2(d * log_momentum)
     shrinks = tl.where(here & (d == 0), 0.0, tl.where(settled == 0, 0.0, settled * x))
-    moved = tl.where(here, b + (1.0 - faded) * reach * v, 0.0) + shrinks
+    share = (1.0 - tl.exp2((d + 1.0) * log_squares)) * memory / (d + 1.0)
+    less = tl.where(d == 0, g, tl.where(memory == 0, g, g * tl.sqrt(share)))
+    moved = tl.where(here, b + (1.0 - faded) * reach * v + over_momentum * (g - less), 0.0) + shrinks
     tl.store(out + at, moved, mask=inside)
     tl.store(buffer + at, faded * v, mask=here)
     tl.store(waited + at, tl.where(here, 0, counted).to(tl.uint8), mask=inside)
     if SCALED:
-        g *= tl.load(scale)
-    tl.store(lent + at, tl.where(here, sign * g, 0.0), mask=inside & lends)
+        less *= tl.load(scale)
+    tl.store(lent + at, tl.where(here, sign * less, 0.0), mask=inside & lends)

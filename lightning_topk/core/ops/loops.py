@@ -485,7 +485,8 @@ def catch_up(table, rules, scale, taken):
     Most entries are not delivered. The work for all of them is vectorised, tile by tile; a second loop visits the
     delivered ones.
     """
-    faded, reach = np.empty(255), np.empty(255)  # m^d and 1 + ... + m^(d-1), for d steps waited
+    # m^d, 1 + ... + m^(d-1), and the share of a gradient that is lent, for d steps waited
+    faded, reach, share = np.empty(255), np.empty(255), np.empty(255)
     marks = np.zeros(TILE, np.uint8)
     words = marks.view(np.uint64)
     known = -1
@@ -494,12 +495,14 @@ def catch_up(table, rules, scale, taken):
         b, waited = _floats(row[0], numel), carray(_bytes_at(row[1]), numel)
         g, out = _floats(row[2], numel), _floats(row[3], numel)
         x, lent = _floats(row[4], numel), _floats(row[5], numel)
-        momentum, weight, sign, decay, settled, waits = rules[row[7]]
+        momentum, weight, sign, decay, settled, waits, squares = rules[row[7]]
         if row[7] != known:
-            known = row[7]
-            faded[0], reach[0] = 1, 0
+            known, kept = row[7], squares  # n^(d+1)
+            faded[0], reach[0], share[0] = 1, 0, 1
             for d in range(1, 255):
                 faded[d], reach[d] = faded[d - 1] * momentum, reach[d - 1] + faded[d - 1]
+                kept *= squares
+                share[d] = 1 if squares == 1 else np.sqrt((1 - kept) / ((d + 1) * (1 - squares)))
         for begin in range(0, numel, TILE):
             size = min(TILE, numel - begin)
             g_, b_, x_ = g[begin : begin + size], b[begin : begin + size], x[begin : begin + size]
@@ -526,12 +529,13 @@ def catch_up(table, rules, scale, taken):
                         gradient += decay * (d + 1) * x_[i]
                     v = momentum * b_[i] + weight * gradient
                     moved = b_[i] + reach[d] * v
+                    if lends:
+                        moved += weight / momentum * (1 - share[d]) * gradient
+                        lent_[i] = sign * gradient * share[d] * scale
                     if settled != 0 and d > 0:
                         moved += settled * x_[i]
                     out_[i] = moved
                     b_[i] = faded[d] * v
-                    if lends:
-                        lent_[i] = sign * gradient * scale
                     waited_[i] = 255
                     word &= word - np.uint64(1)
             for i in range(size):  # counts the step: 254 stays, and 255 becomes 0

@@ -234,6 +234,12 @@ class Rule(NamedTuple):
     # dense training does in the long run; 0 if decay waits for the gradient.
     settled: float | Tensor = 0.0
     waits: bool = False  # whether the decay of all steps comes with the gradient
+    squares: float | Tensor = 1.0  # n, the optimizer's factor of its mean of squares in each step; 1 if it has none
+
+    @property
+    def lends(self) -> bool:
+        """Whether the optimizer's own step needs another gradient."""
+        return self.waits or _differs(self.squares, 1.0)
 
 
 class Stepped(NamedTuple):
@@ -252,8 +258,9 @@ def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | N
     """Steps a momentum buffer by the rule of :mod:`lightning_topk.runtime.momentum`.
 
     With v = m b + a (g + decay) of an entry that waited d steps, and whose gradient is not zero, the buffer becomes
-    m^d v, and ``out`` b + (1 + ... + m^(d-1)) v. Other entries keep their buffer, and ``out`` is zero there; to both,
-    unless d is 0, the decay of this step is added. ``waited`` becomes zero or is incremented.
+    m^d v, and ``out`` what makes the optimizer move the entry by (1 + ... + m^d) v: b + (1 + ... + m^(d-1)) v, and more
+    if ``lent`` is less than g + decay. Other entries keep their buffer, and ``out`` is zero there; to both, unless d is
+    0, the decay of this step is added. ``waited`` becomes zero or is incremented.
 
     ``scale`` is the scalar by which the optimizer divides gradients. The scalar ``skipped`` is nonzero if it skips the
     step: then ``buffer`` and ``waited`` stay.
@@ -266,24 +273,28 @@ def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | N
     g = rule.sign * gradient.to(wide)
     if scale is not None:
         g = g / scale
-    if _given(rule.decay):
+    if _differs(rule.decay, 0.0):
         g = g + rule.decay * ((d + 1) * x if rule.waits else torch.where(first, x, 0.0))
-    if lent is not None:
-        decayed = rule.sign * g
-        lent.copy_(torch.where(delivered, decayed if scale is None else decayed * scale, 0.0))
     v = rule.momentum * b + rule.weight * g
     faded = rule.momentum**d
-    moved = torch.where(delivered, b + (1 - faded) / (1 - rule.momentum) * v, 0.0)
-    if _given(rule.settled):
+    moved = b + (1 - faded) / (1 - rule.momentum) * v
+    if lent is not None:
+        squares = (1 - rule.squares ** (d + 1)) / ((d + 1) * (1 - rule.squares))
+        less = g if not _differs(rule.squares, 1.0) else torch.where(first, g, g * squares.sqrt())
+        moved = moved + rule.weight / rule.momentum * (g - less)
+        less = rule.sign * less
+        lent.copy_(torch.where(delivered, less if scale is None else less * scale, 0.0))
+    moved = torch.where(delivered, moved, 0.0)
+    if _differs(rule.settled, 0.0):
         moved = torch.where(delivered & first, moved, moved + rule.settled * x)
     out.copy_(moved)
     buffer.copy_(torch.where(delivered, faded * v, b))
     waited.add_((waited < 254) & taken).masked_fill_(delivered, 0)
 
 
-def _given(factor: float | Tensor) -> bool:
-    """Whether a factor may differ from 0; a scalar tensor is not read, which would wait for its device."""
-    return isinstance(factor, Tensor) or factor != 0
+def _differs(factor: float | Tensor, number: float) -> bool:
+    """Whether a factor may differ from a number; a scalar tensor is not read, which would wait for its device."""
+    return isinstance(factor, Tensor) or factor != number
 
 
 def address_table(several: Sequence[Stepped]) -> tuple[list[list[int]], list[Rule]]:
