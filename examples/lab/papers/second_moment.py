@@ -49,7 +49,7 @@ def measure(kind: str, rate: float, steps: int, seed: int = 0) -> list[Row]:
     sizes = tuple(parameter.numel() for parameter in problem.parameters)
     cluster, theta = Cluster(TopKConfig(saving=50), WORKERS, sum(sizes), sizes=sizes), problem.start.clone()
     parts = problem.weights(theta)
-    (made,) = optimizer.make(dict(enumerate(parts)))
+    (made,) = optimizer.make({str(number): part for number, part in enumerate(parts)})
     adapt_momentum([made], cluster)
     deliveries, dense = torch.zeros_like(theta), torch.zeros_like(theta)
     generator, rows = torch.Generator().manual_seed(seed), dict[float, Row]()
