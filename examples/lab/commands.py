@@ -120,6 +120,11 @@ COMMANDS = {
         "how many steps compression costs, by what is sent and length; hours per run; resumable",
         "models savings lengths rates batch seeds minutes device",
     ),
+    "reproduce fine-tuning": (
+        "papers.fine_tuning:run",
+        "what compression costs where a trained model goes on with other data; resumable",
+        "optimizers lengths seeds minutes",
+    ),
     "reproduce first-script": (
         "papers.first_script:run",
         "a GPT with everyone's settings between real ranks, with DDP and with saving=50",
@@ -130,9 +135,9 @@ COMMANDS = {
         "whether SGD's weight decay arrives with compression",
         "data steps seeds",
     ),
-    "reproduce second-moment": (
-        "papers.second_moment:run",
-        "Adam's second moment by how long entries wait",
+    "reproduce deliveries": (
+        "papers.deliveries:run",
+        "what delivered gradients do beside dense training's: Adam's second moment by wait; movement and age by layer",
         "optimizers rates steps",
     ),
 }

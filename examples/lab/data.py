@@ -55,13 +55,18 @@ def digits() -> Data:
 @cache
 def documentation() -> Data:
     """The topics of Python's own ``help()``, 0.46 million characters in Python 3.11; every tenth piece is held out."""
-    from pydoc_data.topics import topics
-
-    text = "".join(topics[name] for name in sorted(topics))
-    known = {character: number for number, character in enumerate(sorted(set(text))[:CHARACTERS])}
+    text, known = _topics()
     pieces = torch.tensor([known.get(character, 0) for character in text]).unfold(0, LENGTH + 1, LENGTH)
     out = torch.arange(len(pieces)) % 10 == 0
     return Data(pieces[~out, :-1], pieces[~out, 1:], pieces[out, :-1], pieces[out, 1:])
+
+
+def _topics() -> tuple[str, dict[str, int]]:
+    """The text of :func:`documentation`, and the numbers of its characters."""
+    from pydoc_data.topics import topics
+
+    text = "".join(topics[name] for name in sorted(topics))
+    return text, {character: number for number, character in enumerate(sorted(set(text))[:CHARACTERS])}
 
 
 @cache
@@ -79,6 +84,14 @@ def source_code(length: int = LONG) -> Data:
         parts.append(codes.unfold(0, length + 1, length))
     pieces, out = parts[0], parts[1][:: max(1, len(parts[1]) // 2000)]
     return Data(pieces[:, :-1], pieces[:, 1:], out[:, :-1], out[:, 1:])
+
+
+@cache
+def source_as_documentation() -> Data:
+    """:func:`source_code` in pieces as short as those of :func:`documentation`, with the same numbers of characters."""
+    code, (_, known) = source_code(LENGTH), _topics()
+    numbers = torch.tensor([known.get(chr(character), 0) for character in range(CHARACTERS)])
+    return Data(numbers[code.examples], numbers[code.labels], numbers[code.held_examples], numbers[code.held_labels])
 
 
 @cache

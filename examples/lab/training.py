@@ -346,9 +346,11 @@ def train(
     seed: int,
     batch: int = 10,
     observe: Callable[[Any, list[Tensor]], Any] | None = None,
-    data: Path | None = None,
+    data: Data | Path | None = None,
     every: int = 0,
     device: torch.device | str = "cpu",
+    start: Path | None = None,
+    keep: Path | None = None,
 ) -> Run:
     """Trains a model of :data:`lab.models.MODELS` by simulated workers.
 
@@ -364,11 +366,16 @@ def train(
         seed: Seed of the parameters and the batches.
         batch: Examples per worker and step, drawn from all training data.
         observe: Called before each exchange with the cluster and the workers' gradients.
-        data: A folder of images. Default: the data of :class:`Problem`.
+        data: As for :class:`Problem`.
         every: Steps between points of the curve, which use a quarter of the held-out data. Default: no curve.
         device: Device to compute on.
+        start: File of an earlier run's weights and optimizer states to go on from.
+        keep: File to write them to.
     """
     problem = Problem(model, seed, data, device)
+    saved = None if start is None else torch.load(start)
+    if saved is not None:
+        problem.start.copy_(saved["weights"])
     shapes = [parameter.shape for parameter in problem.parameters]
     together, numel = 1, len(problem.start)
     if isinstance(config, TopKConfig):
@@ -385,6 +392,10 @@ def train(
     if optimizer.kind in OF_MATRICES:
         parts = [problem.weights(theta) for theta in weights]
     stepped = [optimizer.make(dict(zip(names, each, strict=False))) for each in parts]
+    if saved is not None:
+        for optimizers in stepped:
+            for one, state in zip(optimizers, saved["optimizers"], strict=True):
+                one.load_state_dict(state)
     if isinstance(ranks, LocalSGD):
         ranks.begin(problem.start)
     if isinstance(config, TopKConfig) and config.adapts_momentum:
@@ -418,6 +429,8 @@ def train(
                 run.curve.append((step + 1, *problem.held_out(torch.stack(weights).mean(0), 4)))
     with evaluating(stepped):
         theta = torch.stack(weights).mean(0)
+    if keep is not None:
+        torch.save({"weights": theta, "optimizers": [one.state_dict() for one in stepped[0]]}, keep)
     if theta.isfinite().all():
         run.loss, run.held_loss, run.accuracy = problem.evaluate(theta)
         run.norm = float(theta.norm())

@@ -1,0 +1,123 @@
+"""Fine-tuning: the small GPT, trained densely on the documentation, goes on with source code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from lab.data import source_as_documentation
+from lab.papers.at_size import COURSES, exchange
+from lab.report import Panel, Result, in_words
+from lab.training import Optimizer, Problem, Runs, run_all, train
+from lightning_topk.plan import Row
+
+SYSTEMS = ("dense", "saving 10", "saving 50")
+BEFORE = 3000
+"""Steps of the dense training before."""
+OPTIMIZERS = {"AdamW": Optimizer(0.01, 0.9, "AdamW", clip_norm=1.0), "SGD": Optimizer(0.3, 0.9, clip_norm=1.0)}
+"""As in the dense training before; fine-tuning has a tenth of the rate."""
+
+
+def run(
+    optimizers: Sequence[str] = tuple(OPTIMIZERS),
+    lengths: Sequence[int] = (100, 300, 1000),
+    seeds: int = 2,
+    minutes: float = math.inf,
+    out: Path = Path("reproduced"),
+) -> Result:
+    """Trains densely, keeps weights and optimizer states, and goes on from them at a tenth of the rate."""
+    if unknown := {*optimizers} - {*OPTIMIZERS}:
+        raise ValueError(f"there is no {', '.join(unknown)} here: there are {', '.join(OPTIMIZERS)}.")
+    starts = {(kind, seed): out / f"fine-tuning-{kind}-{seed}.pt" for kind in optimizers for seed in range(seeds)}
+    run_all({key: partial(_before, *key, path) for key, path in starts.items() if not path.exists()}, "before")
+    found = Runs(out / "fine-tuning.jsonl")
+    settings = [
+        (kind, cosine, steps, system, seed)
+        for seed in range(seeds)
+        for steps in lengths
+        for kind in optimizers
+        for cosine in (True, False)
+        for system in SYSTEMS
+    ]
+    jobs = {run_key(*each): partial(_after, *each, starts[each[0], each[-1]]) for each in settings}
+    found.complete(jobs, "fine-tuning", minutes)
+    result = Result(
+        "fine-tuning",
+        "what compression costs where a trained model goes on with other data",
+        f"GPT of 0.12 million parameters, {COURSES['gpt'].workers} simulated workers, {BEFORE:,} dense steps on "
+        "Python's documentation, then on its source code at a tenth of the rate, without warm-up, with weights and "
+        "optimizer states of the dense training. Held-out loss on source code. Of the gain: the part of dense "
+        "training's improvement that is reached.",
+    )
+    for kind in optimizers:
+        result.tables[kind] = table(found, kind, lengths, range(seeds))
+        for cosine in (True, False):
+            panel = Panel(f"{kind}, {_schedule(cosine)}", "steps", xlog=True, ylabel="held-out loss")
+            for system in SYSTEMS:
+                ends = {steps: _ends(found, kind, cosine, steps, system, range(seeds)) for steps in lengths}
+                shown = {steps: fmean(each.values()) for steps, each in ends.items() if each}
+                panel.curves[system] = [*shown], [*shown.values()]
+            result.panels.append(panel)
+    return result
+
+
+def run_key(kind: str, cosine: bool, steps: int, system: str, seed: int) -> str:
+    """Key of a run in ``fine-tuning.jsonl``."""
+    return f"{kind}, {_schedule(cosine)}, {steps} steps, {system}, seed {seed}"
+
+
+def table(found: Runs, kind: str, lengths: Sequence[int], seeds: Sequence[int]) -> list[Row]:
+    """Held-out losses by schedule and length, and how far ours are behind dense training."""
+    rows = []
+    for cosine in (True, False):
+        for steps in lengths:
+            dense = _ends(found, kind, cosine, steps, "dense", seeds)
+            start = {seed: found[run_key(kind, cosine, steps, "dense", seed)]["before"] for seed in dense}
+            row: Row = {"learning rate": _schedule(cosine), "steps": f"{steps:,}"}
+            row |= {"before": in_words([*start.values()], ".3f"), "dense": in_words([*dense.values()], ".3f")}
+            for system in SYSTEMS[1:]:
+                ours = _ends(found, kind, cosine, steps, system, seeds)
+                both = [(ours[seed], dense[seed], start[seed]) for seed in ours if seed in dense]
+                row[f"{system}, behind %"] = in_words([100 * (own / other - 1) for own, other, _ in both], "+.2f")
+                gains = [100 * (first - own) / (first - other) for own, other, first in both]
+                row[f"{system}, of the gain"] = in_words(gains, ".0f", " %")
+            rows.append(row)
+    return rows
+
+
+def _schedule(cosine: bool) -> str:
+    return "cosine" if cosine else "constant"
+
+
+def _ends(found: Runs, kind: str, cosine: bool, steps: int, system: str, seeds: Sequence[int]) -> dict[int, float]:
+    keys = {seed: run_key(kind, cosine, steps, system, seed) for seed in seeds}
+    return {seed: found[key]["held"] for seed, key in keys.items() if key in found}
+
+
+def _before(kind: str, seed: int, path: Path) -> None:
+    course = COURSES["gpt"]
+    optimizer = replace(OPTIMIZERS[kind], cosine=True)
+    train("gpt", exchange("dense", course), course.workers, BEFORE, optimizer, seed, course.batch, keep=path)
+
+
+def _after(kind: str, cosine: bool, steps: int, system: str, seed: int, start: Path) -> dict[str, Any]:
+    course, data = COURSES["gpt"], source_as_documentation()
+    optimizer = replace(OPTIMIZERS[kind], lr=OPTIMIZERS[kind].lr / 10, cosine=cosine)
+    options: dict[str, Any] = {"data": data, "start": start}
+    ended = train("gpt", exchange(system, course), course.workers, steps, optimizer, seed, course.batch, **options)
+    before, _ = Problem("gpt", seed, data).held_out(torch.load(start)["weights"])
+    return {
+        "optimizer": kind,
+        "steps": steps,
+        "system": system,
+        "seed": seed,
+        "held": ended.held_loss,
+        "before": before,
+    }
