@@ -25,7 +25,10 @@ from lab.models import LARGE, TEXT
 from lab.papers import at_size, saving_curves
 from lab.report import Panel, draw, in_words, standard_error
 from lab.training import Runs
+from lightning_topk import plan
+from lightning_topk.config import TopKConfig
 from lightning_topk.plan import Row, markdown
+from lightning_topk.volume import volume
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "examples" / "reproduced"
@@ -292,7 +295,46 @@ def pasted() -> str:
     return "\n".join(["```text", *rows, "", *textwrap.wrap(decides, 120), "```"])
 
 
+def many_nodes() -> str:
+    """Messages and bytes of a step of GPT-2 on many nodes of 8 GPUs, and their times on links of three speeds."""
+    sizes = plan.parameter_sizes(params=GPT2)
+    rows = []
+    for nodes in (2, 8, 64, 512):
+        sent = volume(TopKConfig(topology="hierarchical"), plan.exchanged_buckets(sizes), 8 * nodes, local=8)
+        row: Row = {"nodes of 8 GPUs": nodes, "messages of a GPU": f"{sent.messages // 8:,}"}
+        row |= {"bytes of each": f"{sent.inter_node / sent.messages:,.0f}"}
+        row["ms of messages"] = f"{1000 * plan.MESSAGE * sent.messages / 8:,.1f}"
+        times = (f"{8e-6 * sent.inter_node / gbit:,.1f}" for gbit in (1, 10, 100))
+        row["of bytes at 1, 10, 100 Gbit/s"] = " / ".join(times)
+        rows.append(row)
+    return page(rows)
+
+
+GPT2 = 124_000_000
+"""Parameters of the small GPT-2."""
+
+
+def links() -> str:
+    """The least time of a step's bytes on the link between two nodes, by model, speed and exchange."""
+    rows = []
+    for name, parameters in {
+        "ResNet-50": 25_600_000,
+        "GPT-2": GPT2,
+        "1 billion": 10**9,
+        "7 billion": 7 * 10**9,
+    }.items():
+        buckets = plan.exchanged_buckets(plan.parameter_sizes(params=parameters))
+        dense, ours = (volume(each, buckets, 2).inter_node for each in (TopKConfig(topology="dense"), TopKConfig()))
+        row: Row = {"ms on the link, DDP / 16 bits / `saving=50`": name}
+        for gbit in (1, 10, 25, 100):
+            times = [8e-6 * sent / gbit for sent in (dense, dense / 2, ours)]
+            row[f"{gbit} Gbit/s"] = " / ".join(f"{ms:,.0f}" if ms >= 10 else f"{ms:.2g}" for ms in times)
+        rows.append(row)
+    return page(rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "many-nodes": many_nodes,
     "bench": pasted,
     "at-size": rates,
     "at-size-others": others,

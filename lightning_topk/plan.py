@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import nn
 
 from lightning_topk.bucket import LARGEST, TooLargeError
 from lightning_topk.config import TopKConfig
-from lightning_topk.volume import format_bytes, volume
+from lightning_topk.volume import Volume, format_bytes, volume
 
 Row = dict[str, Any]  # cells of a table by heading
 
@@ -33,10 +34,10 @@ def run(
     sizes, world = parameter_sizes(model, module, params), nodes * gpus_per_node
     if world < 2:
         raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
-    speed, buckets = link(inter)[0] / 8, ddp_buckets(sizes)
+    speed, buckets = link(inter)[0] / 8, exchanged_buckets(sizes)
     settings = TopKConfig(saving=saving, ratio=ratio)
     default = settings.resolve(world, gpus_per_node, gpus=True).topology
-    rows = []
+    rows, advice = [], ""
     for topology in ("dense", "sharded", "hierarchical", "single_server", "allgather"):
         if topology == "hierarchical" and not 1 < gpus_per_node < world:
             continue
@@ -48,15 +49,19 @@ def run(
             row["a rank sends"] = "too large"
         else:
             row |= {"a rank sends": format_bytes(sent.sent), "a node sends": format_bytes(sent.inter_node)}
+            row |= {"in messages of": format_bytes(sent.inter_node / max(1, sent.messages))}
             ms = 1000 * sent.inter_node / speed
             row |= {"saving": f"{sent.node_saving:.1f}x", "ms on the link, at least": ms if ms < 1000 else f"{ms:,.0f}"}
+            if topology == default:
+                advice = _advice(sent, speed, gpus_per_node, sizes)
         rows.append(row)
     return (
-        f"{sum(sizes):,} parameters, float32, in DDP's buckets of 25 MiB; {counted(nodes, 'node')} of "
+        f"{sum(sizes):,} parameters, float32, in {counted(len(buckets), 'bucket')}; {counted(nodes, 'node')} of "
         f"{counted(gpus_per_node, 'rank')}, {inter} between them; "
         f"{'saving' if ratio is None else 'ratio'} {ratio or settings.saving:g}.\n\n{markdown(rows)}\n\n"
         "Bytes are exact. No time is measured: a node's bytes take so long on its link at least, and computing comes "
         "on top. To measure both, run python -m lightning_topk bench under torchrun, on your machines."
+        + advice
         + f" Too large: a bucket, or a server's shard of it, has more than {LARGEST:,} elements."
         * any("too large" in row.values() for row in rows)
     )
@@ -100,6 +105,28 @@ def _nearest(model: str) -> str:
     known = torchvision.models.list_models()
     near = ", ".join(difflib.get_close_matches(model, known))
     return f"The nearest names are {near}." if near else f"It must be one of {', '.join(known)}."
+
+
+MESSAGE = 10e-6
+"""Seconds of its sender that a message is assumed to take, whatever its size: a system call and its interrupts."""
+
+
+def _advice(sent: Volume, speed: float, gpus: int, sizes: Sequence[int]) -> str:
+    """Advises larger buckets where a rank's messages take longer than a node's bytes on a link of ``speed`` bytes/s."""
+    seconds, ms = sent.messages / gpus * MESSAGE, 1000 * sent.inter_node / speed
+    words = f" A rank sends {sent.messages // gpus:,} messages to other nodes"
+    if 1000 * seconds <= ms:
+        return f"{words}."
+    cap, least = math.ceil(25 * 1000 * seconds / ms), math.ceil(4 * sum(sizes) / 2**20)
+    words += f": if each takes {1e6 * MESSAGE:.0f} µs of it, {1000 * seconds:.3g} ms, longer than the bytes. "
+    if cap < least:
+        return words + f"Pass bucket_cap_mb={cap} or more, so that they take no longer."
+    return words + f"Pass bucket_cap_mb={least}, one bucket, which has the fewest; they still take longer."
+
+
+def exchanged_buckets(sizes: list[int]) -> list[list[int]]:
+    """Elements of the parameters of each bucket: DDP's, or one for a model that would fill one of 25 MiB at most."""
+    return [sizes] if sum(sizes) * 4 <= 25 * 2**20 else ddp_buckets(sizes)
 
 
 def ddp_buckets(sizes: list[int], cap_mb: float = 25) -> list[list[int]]:

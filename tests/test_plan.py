@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from groups import on_ranks
@@ -53,14 +55,36 @@ def test_the_plan_has_exact_bytes_and_their_least_time_on_the_link(monkeypatch, 
     found = rows(capsys.readouterr().out)
     assert [*found] == ["dense (DDP)", "sharded", "single_server", "allgather"]
     sent = volume(TopKConfig(saving=50), ddp_buckets(parameter_sizes(params=25_000_000)), 4)
-    assert found["sharded"][:3] == [format_bytes(sent.uplink + sent.downlink), format_bytes(sent.inter_node), "50.0x"]
-    assert found["dense (DDP)"][3] == "12,000"  # 1.5 x 100 MB at 12.5 MB a second
-    assert float(found["sharded"][3]) == pytest.approx(1000 * sent.inter_node / 12.5e6, rel=1e-3)
+    exact = [format_bytes(sent.sent), format_bytes(sent.inter_node), format_bytes(sent.inter_node / 30), "50.0x"]
+    assert found["sharded"][:4] == exact, "in 2 x 3 messages for each of 5 buckets"
+    assert found["dense (DDP)"][4] == "12,000"  # 1.5 x 100 MB at 12.5 MB a second
+    assert float(found["sharded"][4]) == pytest.approx(1000 * sent.inter_node / 12.5e6, rel=1e-3)
     run(monkeypatch, "plan", "--params", "1M", "--nodes", "2", "--gpus-per-node", "2", "--ratio", "0.001", main=main)
     shown = capsys.readouterr().out
     assert "ratio 0.001" in shown
     sent = volume(TopKConfig(ratio=0.001, topology="hierarchical"), [1_000_000], 4, local=2)
     assert rows(shown)["hierarchical"][1] == format_bytes(sent.inter_node)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "nodes", "inter", "words"),
+    [
+        (25_000_000, 4, "1gbit", "A rank sends 30 messages to other nodes."),
+        (5_000_000, 8, "1gbit", "A rank sends 14 messages to other nodes."),
+        (25_000_000, 512, "10gbit", "10 µs of it, 51.1 ms, longer than the bytes. Pass bucket_cap_mb=96, one bucket"),
+        (
+            7_000_000_000,
+            64,
+            "25gbit",
+            "126,000 messages to other nodes: .* Pass bucket_cap_mb=87 or more, so that they",
+        ),
+    ],
+)
+def test_the_plan_counts_messages_and_advises_larger_buckets_where_they_take_longer_than_their_bytes(
+    parameters, nodes, inter, words
+):
+    shown = plan(nodes=nodes, gpus_per_node=8 if nodes > 8 else 1, params=parameters, inter=inter)
+    assert re.search(words, shown), shown
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,16 @@ class Request(ABC):
     among: Among = "all"
 
     @abstractmethod
+    def leaving_messages(self, rank: int, world: int, node: range) -> int:
+        """Messages that ``rank`` sends to ranks outside ``node``, to which it belongs."""
+
+    def parts(self, world: int) -> int:
+        """Messages into which a payload is divided."""
+        return 1
+
     def leaving_bytes(self, rank: int, world: int, node: range) -> int:
-        """Bytes that ``rank`` sends to ranks outside ``node``, to which it belongs."""
+        """Bytes of these messages."""
+        return self.leaving_messages(rank, world, node) * self.payload.nbytes // self.parts(world)
 
     def sent_bytes(self, rank: int, world: int) -> int:
         """Bytes that ``rank`` sends to other ranks."""
@@ -43,40 +51,48 @@ class AllToAll(Request):
     """Sends row s of ``payload`` ``[W, P]`` to rank s. Reply: ``[W, P]``, row r from rank r."""
 
     @override
-    def leaving_bytes(self, rank: int, world: int, node: range) -> int:
-        return self.payload.nbytes // world * (world - len(node))
+    def leaving_messages(self, rank: int, world: int, node: range) -> int:
+        return world - len(node)
+
+    @override
+    def parts(self, world: int) -> int:
+        return world
 
 
 class AllGather(Request):
     """Sends ``payload`` ``[P]`` to every rank. Reply: ``[W, P]``, row r from rank r."""
 
     @override
-    def leaving_bytes(self, rank: int, world: int, node: range) -> int:
-        return 0 if (rank + 1) % world in node else self.payload.nbytes * (world - 1)  # around a ring
+    def leaving_messages(self, rank: int, world: int, node: range) -> int:
+        return 0 if (rank + 1) % world in node else world - 1  # around a ring
 
 
 class AllReduce(Request):
     """Sums ``payload`` ``[n]``, floating, over the ranks. Reply: ``[n]``, possibly in the same memory."""
 
     @override
-    def leaving_bytes(self, rank: int, world: int, node: range) -> int:
-        return 0 if (rank + 1) % world in node else 2 * (world - 1) * self.payload.nbytes // world  # a ring, twice
+    def leaving_messages(self, rank: int, world: int, node: range) -> int:
+        return 0 if (rank + 1) % world in node else 2 * (world - 1)  # around a ring, twice
+
+    @override
+    def parts(self, world: int) -> int:
+        return world
 
 
 class Gather(Request):
     """Sends ``payload`` ``[P]`` to rank 0. Reply: ``[W, P]`` at rank 0, None elsewhere."""
 
     @override
-    def leaving_bytes(self, rank: int, world: int, node: range) -> int:
-        return 0 if 0 in node else self.payload.nbytes
+    def leaving_messages(self, rank: int, world: int, node: range) -> int:
+        return int(0 not in node)
 
 
 class Broadcast(Request):
     """Sends ``payload`` ``[P]`` from rank 0 to every rank; elsewhere it is an empty buffer. Reply: ``[P]``."""
 
     @override
-    def leaving_bytes(self, rank: int, world: int, node: range) -> int:
-        return 0 if rank else self.payload.nbytes * (world - len(node))  # rank 0 itself sends to each of the others
+    def leaving_messages(self, rank: int, world: int, node: range) -> int:
+        return 0 if rank else world - len(node)  # rank 0 itself sends to each of the others
 
 
 def placeholder(*shape: int) -> Tensor:
@@ -94,6 +110,7 @@ class Volume:
     intra_node: int = 0  # between the ranks of this rank's node, in total
     inter_node: int = 0  # by these ranks to other nodes, in total: the count of the node's network interface
     dense_inter_node: int = 0  # by these ranks to other nodes in a ring all-reduce
+    messages: int = 0  # in which the bytes of ``inter_node`` are sent, before the network splits them
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -104,7 +121,7 @@ class Volume:
 
     def of_shards(self, count: int) -> Volume:
         """The same if ``count`` ranks of the node each exchange a shard of the gradients like this one."""
-        kinds = ("intra_node", "inter_node", "dense_inter_node")
+        kinds = ("intra_node", "inter_node", "dense_inter_node", "messages")
         return replace(self, **{kind: count * self[kind] for kind in kinds})
 
     @property
@@ -146,4 +163,5 @@ def request_volume(request: Request, rank: int, world: int, local: int) -> Volum
     leaving = sum(request.leaving_bytes(each, world, node) for each in senders)
     total = sum(request.sent_bytes(each, world) for each in senders)
     sent = request.sent_bytes(mine, world)
-    return Volume(**{request.direction: sent}, intra_node=total - leaving, inter_node=leaving)
+    messages = sum(request.leaving_messages(each, world, node) for each in senders)
+    return Volume(**{request.direction: sent}, intra_node=total - leaving, inter_node=leaving, messages=messages)
