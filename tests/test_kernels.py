@@ -23,7 +23,7 @@ from lightning_topk.core.ops.reference import Rule, Stepped
 from lightning_topk.core.select import TopK
 from lightning_topk.core.wire import WIRES, Codec
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 from lightning_topk.core.ops import cuda
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -37,7 +37,7 @@ NUMEL = 12_001 if INTERPRETED else 70_001
 
 @pytest.mark.process
 @pytest.mark.skipif(INTERPRETED, reason="it is the interpreter's process")
-@pytest.mark.skipif(triton.__version__ < "3.7", reason="Triton 3.6's interpreter does not run with NumPy 2.4")
+@pytest.mark.skipif(cuda.triton.__version__ < "3.7", reason="Triton 3.6's interpreter does not run with NumPy 2.4")
 def test_the_kernels_agree_with_the_reference_under_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
