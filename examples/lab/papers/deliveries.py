@@ -36,8 +36,8 @@ def run(optimizers: Sequence[str] = LANGUAGE, rates: Sequence[str] = ("0.003",),
         "entry's delivery before, weighted by its gradient.",
     )
     jobs = {(kind, rate): partial(measure, kind, float(rate), steps) for kind in optimizers for rate in rates}
-    movement = Panel("movement over dense training's", "layer, from the input", ylabel="ratio", level=1.0)
-    age = Panel("age of what is delivered", "layer, from the input", ylabel="steps")
+    movement = Panel("movement over dense training's", "layer, in the order of parameters", ylabel="ratio", level=1.0)
+    age = Panel("age of what is delivered", "layer, in the order of parameters", ylabel="steps")
     for (kind, rate), (waits, layers) in run_all(jobs, "deliveries").items():
         title = f"{kind}, learning rate {rate}"
         result.tables[f"{title}: second moment over dense training's"] = waits
