@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -33,16 +34,20 @@ def run(workers: int = 2, buckets: int = 20, steps: int = 200, device: Literal["
         "in ms. CPU ms: of all threads of the process.",
     )
     options = {"buckets": buckets, "steps": steps, "device": device}
-    rows = hosts.local(workers).run(measure, options, timeout=900, shown=True)[0]
-    result.tables["Milliseconds a step"] = rows
+    rows, rank = hosts.local(workers).run(measure, options, timeout=900, shown=True)[0]
+    result.tables |= {"Milliseconds a step": rows, "A rank": [rank]}
     return result
 
 
-def measure(options: dict[str, Any], rank: int, world: int) -> list[Row]:
-    """Times backward and the step of each optimizer, in turns; on rank 0."""
+def measure(options: dict[str, Any], rank: int, world: int) -> tuple[list[Row], Row]:
+    """Times backward and the step of each optimizer, in turns; and what a rank takes beside them."""
     device = torch.device(options["device"])
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
+    begin = time.perf_counter()
+    state = attach(DistributedDataParallel(nn.Linear(64, 64).to(device)), saving=50)
+    beside: Row = {"ranks": world, "attach, s": time.perf_counter() - begin}
+    state.close()
     pairs = {name: [_training(name, ours, options["buckets"], device) for ours in (False, True)] for name in OPTIONS}
     x = torch.randn(8, 64, device=device)
     times: dict[tuple[str, int], list[Sequence[float]]] = {}
@@ -58,7 +63,11 @@ def measure(options: dict[str, Any], rank: int, world: int) -> list[Row]:
         medians = torch.tensor(found).median(dim=0).values.tolist()
         row: Row = {"optimizer": name, "exchange": "saving=50" if ours else "DDP"}
         rows.append(row | {head: 1000 * value for head, value in zip(heads, medians, strict=True)})
-    return rows
+    begin = time.perf_counter()
+    state.state_dict()
+    beside["checkpoint, s"] = time.perf_counter() - begin
+    beside["MB resident at most"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    return rows, beside
 
 
 def _training(name: str, ours: bool, buckets: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
