@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
 import lightning_topk
-from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, kept, rule_of, unwrapped
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, kept, rule_of
+from lightning_topk.runtime.optimizers import unwrapped
 
 SIZE, STEPS = 64, 40
 

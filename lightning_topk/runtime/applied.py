@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_topk.bucket import Bucket
-from lightning_topk.runtime.momentum import local_part
+from lightning_topk.runtime.momentum import all_parameters, local_part
 
 MEMORY = 0.9
 """Weight of the passes before in running means of energies."""
@@ -124,7 +124,7 @@ class Clipping:
         self._delivered, self._passed, self._stepped = squares[:, 1], None, set()
 
     @torch.no_grad()
-    def after_step(self, optimizer: Optimizer, parameters_of: Callable[[Bucket], Collection[Tensor]]) -> None:
+    def after_step(self, optimizer: Optimizer, held_by_optimizers: Callable[[Bucket], Collection[Tensor]]) -> None:
         """Measures the gradients with which an optimizer has stepped.
 
         Those of the buckets that share a parameter with it, or with one that has stepped since the pass.
@@ -132,8 +132,8 @@ class Clipping:
         if self._delivered is None:
             return
         scale = getattr(optimizer, "grad_scale", None)  # of a fused step, which has not unscaled the gradients
-        own = {p for group in optimizer.param_groups for p in group["params"]}
-        members = [parameters_of(bucket) for bucket in self._buckets]
+        own = set(all_parameters(optimizer))
+        members = [held_by_optimizers(bucket) for bucket in self._buckets]
         self._stepped |= {number for number, each in enumerate(members) if not own.isdisjoint(each)}
         grads = [local_part(p.grad) for number in self._stepped for p in members[number] if p.grad is not None]
         found = [each.coalesce().values() if each.is_sparse else each for each in grads if each.numel()]

@@ -36,9 +36,22 @@ Weight decay w of the parameter x. AdamW's is apart from the gradient, and stays
   momentum has settled, see :func:`kept`.
 
 Method. The optimizer's own ``step()`` runs on a temporary momentum buffer, and Adam's on a temporary gradient, that
-make it do this; its own buffer is updated, and both are restored afterwards. So all options of the optimizers keep
-working. One launch prepares all parameters. On a CPU, torch's fused steps take a third of the time of
-its default ones; they run where the user left the choice to torch.
+make it do this. So all options of the optimizers keep working. One launch steps all own buffers. On a CPU, torch's
+fused steps take a third of the time of its default ones; they run where the user left the choice to torch.
+
+Each change for a step pushes its inverse on a stack. The post-hook pops all. If the step fails, no hook runs: then the
+next ``state_dict()`` or step pops all but the inverses that hold after success only. The states of a step:
+
+===================  ==========  =========  =============================  ===========================================
+what                 before      during     after                          after a failure, once the stack is popped
+===================  ==========  =========  =============================  ===========================================
+momentum buffer      own         temporary  own                            own
+SGD's first buffer   none        torch's    0 where nothing was delivered  as torch leaves it
+gradient             own         temporary  own                            temporary: others may have been added to it
+decay that waits     the user's  0          the user's                     the user's
+choice of the step   the user's  fused      the user's                     the user's
+temporary memory     idle        in use     idle; on a GPU freed           left to the gradients, replaced by new
+===================  ==========  =========  =============================  ===========================================
 """
 
 from __future__ import annotations
@@ -46,7 +59,9 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import repeat
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -75,35 +90,33 @@ class AdaptedMomentum:
     process keeps the bytes.
     """
 
-    _known: ClassVar[WeakKeyDictionary[Optimizer, AdaptedMomentum]] = WeakKeyDictionary()
+    _instances: ClassVar[WeakKeyDictionary[Optimizer, AdaptedMomentum]] = WeakKeyDictionary()
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.requesters: WeakSet[Any] = WeakSet()
         """See :func:`adapt_momentum`."""
         self._members: dict[Tensor, _Member] = {}
-        self._replaced: list[tuple[dict[str, Any], str, Any]] = []  # states and groups, names, and the own values
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []  # parameters with a lent gradient, and their own
-        self._first: list[tuple[Tensor, _Member]] = []  # parameters in their first step
-        self._lent = _Temporary()  # momentum buffers and gradients
+        self._inverses: list[tuple[Callable[[], None], bool]] = []  # of a step's changes; whether only after success
+        self._temporary = _Temporary()  # momentum buffers and gradients
         self._tables: dict[ops.Kind, dict[str, Any]] = {}  # see ops.catch_up_
         self._name = _steps_as(type(optimizer)) or ""
         optimizer.register_step_pre_hook(self._before_step)
         restore = optimizer.register_step_post_hook(self._restore)
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(restore.id, last=False)  # before users' hooks, which see the true state
-        optimizer.register_state_dict_pre_hook(self._restore_state)
+        optimizer.register_state_dict_pre_hook(lambda _: self._restore(failed=True))
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> AdaptedMomentum:
         """Returns the instance of an optimizer, and creates it if needed."""
-        if optimizer not in cls._known:
-            cls._known[optimizer] = cls(optimizer)
-        return cls._known[optimizer]
+        if optimizer not in cls._instances:
+            cls._instances[optimizer] = cls(optimizer)
+        return cls._instances[optimizer]
 
     @classmethod
     def release(cls, requester: Any) -> None:
         """Ends what :func:`adapt_momentum` began."""
-        for each in cls._known.values():
+        for each in cls._instances.values():
             each.requesters.discard(requester)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,138 +134,136 @@ class AdaptedMomentum:
     @torch.no_grad()
     def _adapt(self, optimizer: Optimizer) -> None:
         """Prepares a step, once gradients are ready and before parameters change."""
-        self._restore_state()  # if the step before failed
-        if self._gradients:  # new gradients may have been added into those lent to it: do not free their memory
-            self._gradients.clear()
-            self._lent = _Temporary()
-        self._first.clear()
-        every = parameters_of(optimizer)
-        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        asked = set[Tensor]().union(*(getattr(each, "adapted", every) for each in self.requesters))
-        steps: list[tuple[Tensor, _Member, Rule]] = []
-        known: list[Tensor] = []
+        self._restore(failed=True)  # if the step before failed
+        every, scale = all_parameters(optimizer), getattr(optimizer, "grad_scale", None)
+        to_adapt = set[Tensor]().union(*(getattr(each, "adapted", every) for each in self.requesters))
+        adapted: list[Tensor] = []
+        steps: list[tuple[Rule, bool, list[_Member]]] = []
         for group in optimizer.param_groups:
-            adapted = [p for p in group["params"] if p in asked] if _momentum(group) else []
-            if not adapted:
+            parameters = [p for p in group["params"] if p in to_adapt] if _momentum(group) else []
+            if not parameters:
                 continue
-            rule, alone = rule_of(group), len(adapted) == len(group["params"])
+            rule, whole_group = rule_of(group), len(parameters) == len(group["params"])
             if rule.waits:
-                self._replace(group, "weight_decay", 0.0)  # it is in the gradients of this step
-                for p in () if alone else group["params"]:
-                    if p.grad is not None and p not in asked:
+                self._replace([group], "weight_decay", [0.0])  # it is in the gradients of this step
+                for p in () if whole_group else group["params"]:
+                    if p.grad is not None and p not in to_adapt:
                         scaled = p if scale is None else p * scale  # a fused step divides gradients
-                        self._lend_gradient(p, p.grad.add(scaled, alpha=rule.sign * rule.decay))
-            steps += [(p, self._member(p, optimizer), rule) for p in adapted if p.grad is not None]
-            known += adapted
-            free = [group.get(name, 0) for name in ("fused", "foreach", "differentiable")] == [None, None, False]
-            members = self._members
-            if free and alone and all(p in members and members[p].may_fuse(p) for p in adapted):
-                self._replace(group, "fused", True)  # not where others step too: they must keep their bits
-        if len(self._members) > len(known):  # parameters were removed
-            self._members = {p: self._members[p] for p in known if p in self._members}
-        self._step_buffers(steps, scale, skipped)
+                        self._replace([p], "grad", [p.grad.add(scaled, alpha=rule.sign * rule.decay)])
+            members = [self._members.get(p) if p.grad is None else self._member(p, optimizer) for p in parameters]
+            user_chose_none = {"fused": None, "foreach": None, "differentiable": False}.items() <= group.items()
+            fuses = user_chose_none and whole_group and all(each is not None and each.may_fuse() for each in members)
+            if fuses:  # not where others step too: they must keep their bits
+                self._replace([group], "fused", [True])
+            steps.append((rule, fuses, [each for each in members if each is not None and each.p.grad is not None]))
+            adapted += parameters
+        if len(self._members) > len(adapted):  # parameters were removed
+            self._members = {p: self._members[p] for p in adapted if p in self._members}
+        self._step_buffers(optimizer, steps)
 
-    def _step_buffers(
-        self, steps: Sequence[tuple[Tensor, _Member, Rule]], scale: Tensor | None, skipped: Tensor | None
-    ) -> None:
-        """Steps the momentum buffers, and lends the optimizer others, and the gradients that its rule asks for."""
-        own = [member.own for _, member, _ in steps]
-        made = iter(self._lent.like(own + [p for p, _, rule in steps if rule.lends]))
-        buffers, several = [next(made) for _ in steps], []
-        for (p, member, rule), buffer in zip(steps, buffers, strict=True):
-            lent = next(made) if rule.lends else None
-            several.append(member.stepped(p, buffer, lent, rule))
-            if lent is not None:
-                self._lend_gradient(p, lent)
-            if member.state is not None:
-                self._replaced.append((member.state, self._name, member.own))
-                member.state[self._name] = buffer
-            else:
-                self._first.append((p, member))
-        ops.catch_up_(several, scale, skipped, self._tables)
+    def _step_buffers(self, optimizer: Optimizer, steps: Sequence[tuple[Rule, bool, Sequence[_Member]]]) -> None:
+        """Steps the momentum buffers. The optimizer gets temporary ones, and the gradients that its rule asks for."""
+        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        members = [each for *_, several in steps for each in several]
+        replaced = [each.p for rule, _, several in steps if rule.lends for each in several]
+        temporary = self._temporary.like([each.own for each in members] + replaced)
+        buffers, gradients = temporary[: len(members)], temporary[len(members) :]
+        next_buffer, next_gradient, arguments = iter(buffers), iter(gradients), []
+        for rule, fuses, several in steps:
+            made = next_gradient if rule.lends else repeat(None)
+            arguments += [each.stepped(next(next_buffer), next(made), rule, fuses) for each in several]
+        ops.catch_up_(arguments, scale, skipped, self._tables)
+        self._replace(replaced, "grad", gradients)
+        self._replace([each.state for each in members], self._name, buffers)
+        first = [each for each in members if each.first]
+        if first and isinstance(optimizer, SGD):
+            self._inverses.append((partial(_forget_undelivered, optimizer.state, first), True))
 
     def _member(self, p: Tensor, optimizer: Optimizer) -> _Member:
         """The member of a parameter, in agreement with its gradient and its state in the optimizer."""
         member, state = self._members.get(p), optimizer.state.get(p, {})
         own = state.get(self._name)
         if p.grad is not None and p.grad.is_sparse:  # with nesterov, torch adds the buffer to it
-            self._lend_gradient(p, p.grad.to_dense())
+            self._replace([p], "grad", [p.grad.to_dense()])
         if own is None:  # its first step; momentum is zero
-            member = _Member(p, None, torch.zeros_like(p), None)
+            member = self._members[p] = _Member(p, None, torch.zeros_like(p), None)
         elif member is None or state is not member.state or own is not member.own:
             if own.is_sparse:  # of steps before it was adapted
                 own = state[self._name] = own.to_dense()
-            member = _Member(p, state, own, member.waited if member else None)
-        self._members[p] = member
+            member = self._members[p] = _Member(p, state, own, member.waited if member else None)
         return member
 
-    def _replace(self, options: dict[str, Any], name: str, value: Any) -> None:
-        """Replaces a part of the optimizer or of its state during the step."""
-        self._replaced.append((options, name, options[name]))
-        options[name] = value
-
-    def _lend_gradient(self, p: Tensor, gradient: Tensor) -> None:
-        """Replaces a parameter's gradient during the step."""
-        self._gradients.append((p, p.grad))
-        p.grad = gradient
+    def _replace(self, holders: Sequence[Any], name: str, values: Sequence[Any]) -> None:
+        """Replaces an item of groups or states, or the ``grad`` of parameters, until the step ends."""
+        gradients = name == "grad"
+        own = [each.grad if gradients else each.get(name) for each in holders]
+        self._inverses.append((partial(_put, holders, name, own), gradients))
+        _put(holders, name, values)
 
     @_disable_dynamo
     @torch.no_grad()
-    def _restore(self, optimizer: Optimizer, *_: Any) -> None:
-        """Restores the optimizer's state and the gradients."""
-        self._restore_state()
-        for p, member in self._first if isinstance(optimizer, SGD) else ():
-            # SGD's first buffer is a copy of the gradient, and has decay also where nothing was delivered.
-            if (buffer := optimizer.state.get(p, {}).get(self._name)) is not None:
-                local_part(buffer).masked_fill_(member.waited != 0, 0)
-        self._first.clear()
-        for p, gradient in reversed(self._gradients):
-            p.grad = gradient
-        self._gradients.clear()
-        self._lent.free()
+    def _restore(self, *_: Any, failed: bool = False) -> None:
+        """Undoes the changes of a step, the last first; those that a failed step left, if any."""
+        if failed and self._inverses:  # new gradients may have been added into temporary ones: keep their memory
+            self._temporary = _Temporary()
+        while self._inverses:
+            inverse, only_after_success = self._inverses.pop()
+            if not (failed and only_after_success):
+                inverse()
+        self._temporary.free()
 
-    def _restore_state(self, *_: Any) -> None:
-        for options, name, own in reversed(self._replaced):
-            options[name] = own
-        self._replaced.clear()
+
+def _put(holders: Sequence[Any], name: str, values: Sequence[Any]) -> None:
+    put = setattr if name == "grad" else operator.setitem
+    for holder, value in zip(holders, values, strict=True):
+        put(holder, name, value)
+
+
+def _forget_undelivered(state: Mapping[Tensor, Any], members: Sequence[_Member]) -> None:
+    """SGD's first buffer is a copy of the gradient, and has decay also where nothing was delivered."""
+    for member in members:
+        if (buffer := state.get(member.p, {}).get(_BUFFERS[SGD])) is not None:
+            local_part(buffer).masked_fill_(member.waited != 0, 0)
 
 
 class _Member:
-    """An adapted parameter: its state (None before its first step), its own momentum buffer, and its step counts.
+    """An adapted parameter, its state in the optimizer (None before its first step), and its own momentum buffer.
 
     ``waited`` has the step counts so far, uint8 of the buffer's shape; they are not used if they do not fit it.
     """
 
     def __init__(self, p: Tensor, state: dict[str, Any] | None, own: Tensor, waited: Tensor | None) -> None:
-        self.state, self.own = state, own
+        self.p, self.first, self.state, self.own = p, state is None, {} if state is None else state, own
         local = local_part(own)
         if waited is None or waited.shape != local.shape or waited.device != local.device:
             waited = torch.zeros_like(local, dtype=torch.uint8)
         self.waited = waited  # D - 1 of each entry
-        self._buffer, self._kind = local, ops.kind_of(local, waited, local_part(p))
-        tensors = state or {}
-        shapes = {x.shape for name, x in tensors.items() if name != "step"}
-        self._fusible = shapes == {local.shape} and all(map(_fusible, tensors.values()))
+        self._buffer, self._shape, self._kind = local, local.shape, ops.kind_of(local, waited, local_part(p))
+        shapes = [(x, torch.Size() if name == "step" else local.shape) for name, x in self.state.items()]
+        self._fusible = not self.first and all(_fusible(x, shape) for x, shape in shapes)
 
-    def stepped(self, p: Tensor, buffer: Tensor, lent: Tensor | None, rule: Rule) -> tuple[Stepped, ops.Kind | None]:
-        """The arguments of a step for :func:`lightning_topk.core.ops.catch_up_`."""
-        assert p.grad is not None
-        x, gradient = p, p.grad
-        if self.own is not self._buffer:  # DTensors
-            x, gradient, buffer = local_part(p), local_part(p.grad), local_part(buffer)
-            lent = None if lent is None else local_part(lent)
-        alike = ops.alike(x, self._buffer) and ops.alike(gradient, self._buffer) and gradient.dtype == x.dtype
-        return Stepped(self._buffer, self.waited, gradient, buffer, x, lent, rule), self._kind if alike else None
+    def stepped(self, out: Tensor, other: Tensor | None, rule: Rule, fuses: bool) -> tuple[Stepped, ops.Kind | None]:
+        """The arguments of :func:`.catch_up_`; ``fuses`` if :meth:`may_fuse` is known to be true."""
+        own, x, gradient = self._buffer, self.p, self.p.grad
+        assert gradient is not None
+        if self.own is not own:  # DTensors
+            x, gradient, out = local_part(x), local_part(gradient), local_part(out)
+            other = None if other is None else local_part(other)
+        alike = fuses or (ops.alike(x, own) and ops.alike(gradient, own) and gradient.dtype == x.dtype)
+        return Stepped(own, self.waited, gradient, out, x, other, rule), self._kind if alike else None
 
-    def may_fuse(self, p: Tensor) -> bool:
-        """Whether a fused step can take a parameter; on a CPU it checks neither shapes nor strides."""
-        tensors = [p] if p.grad is None else [p, p.grad]
-        return self._fusible and all(x.shape == self._buffer.shape and _fusible(x) for x in tensors)
+    def may_fuse(self) -> bool:
+        """Whether a fused step can take its tensors; on a CPU it checks neither shapes nor strides."""
+        p, gradient, shape = self.p, self.p.grad, self._shape
+        return self._fusible and _fusible(p, shape) and (gradient is None or _fusible(gradient, shape))
 
 
-def _fusible(x: Tensor) -> bool:
-    plain = type(x) in (Tensor, Parameter) and x.dtype == torch.float32 and x.layout == torch.strided
-    return plain and not x.is_cuda and x.is_contiguous()
+_PLAIN, _FLOAT, _STRIDED = {Tensor, Parameter}, torch.float32, torch.strided  # global names are faster than attributes
+
+
+def _fusible(x: Tensor, shape: torch.Size) -> bool:
+    plain = type(x) in _PLAIN and x.dtype is _FLOAT and x.layout is _STRIDED
+    return plain and not x.is_cuda and x.is_contiguous() and x.shape == shape
 
 
 ALIGNED = 64
@@ -307,8 +318,8 @@ def adapt_momentum(optimizers: Iterable[Optimizer], requester: Any) -> tuple[lis
     """
     notes, warnings = [], []
     for optimizer in optimizers:
-        name, has_momentum = type(optimizer).__name__, any(map(_momentum, optimizer.param_groups))
-        adapts = _steps_as(type(optimizer)) is not None
+        kind, has_momentum = type(optimizer), any(map(_momentum, optimizer.param_groups))
+        name, adapts = kind.__name__, _steps_as(kind) is not None
         if adapts:
             AdaptedMomentum.of(optimizer).requesters.add(requester)
         if has_momentum and adapts:
@@ -317,35 +328,21 @@ def adapt_momentum(optimizers: Iterable[Optimizer], requester: Any) -> tuple[lis
                 "delivered, then for all the steps that it waited; adapt_momentum=False leaves the optimizer unchanged."
             )
         elif has_momentum:
-            torchs = type(optimizer).__module__.startswith("torch.optim.")
+            torchs = kind.__module__.startswith("torch.optim.")
             remedy = (
-                ""
-                if torchs
-                else (
-                    f" If {name} overrides the step of one of them, use that one, with hooks (register_step_pre_hook, "
-                    "register_step_post_hook) for the rest. If it wraps one, pass the inner optimizer."
-                )
+                f" If {name} overrides the step of one of them, use that one, with hooks (register_step_pre_hook, "
+                "register_step_post_hook) for the rest. If it wraps one, pass the inner optimizer."
             )
             warnings.append(
                 f"lightning_topk: {name} keeps its own momentum, and training may end behind DDP's: only torch's "
-                f"{ADAPTED} are adapted.{remedy}"
+                f"{ADAPTED} are adapted.{'' if torchs else remedy}"
             )
     return notes, warnings
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+def all_parameters(optimizer: Optimizer) -> list[Tensor]:
     """The parameters of all groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer of torch inside a wrapper without hooks of its own: Accelerate's, Lightning's, schedule-free's."""
-    while True:
-        inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "base", None)
-        hooks, inside = (getattr(each, "_optimizer_step_post_hooks", None) for each in (optimizer, inner))
-        if inner is optimizer or not hasattr(inner, "param_groups") or (hooks is not None and hooks is not inside):
-            return optimizer
-        optimizer = inner
 
 
 def _steps_as(kind: type) -> str | None:
@@ -363,9 +360,7 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     """The rule for the parameters of a group."""
     m, sgd, decay = _number(_momentum(group)), "dampening" in group, _number(group["weight_decay"])
     a, sign = 1 - (_number(group["dampening"]) if sgd else m), -1 if group["maximize"] else 1
-    n = (
-        _number(group["betas"][1]) if "decoupled_weight_decay" in group else 1.0
-    )  # SGD and Adamax have no mean of squares
+    n = _number(group["betas"][1]) if "decoupled_weight_decay" in group else 1.0  # 1 without a mean of squares
     if group.get("decoupled_weight_decay") or not (isinstance(decay, Tensor) or decay):
         return Rule(m, a, sign, squares=n)
     if not sgd:
@@ -411,6 +406,5 @@ def _as_sharded(local: Tensor, like: Any) -> Tensor:
         return local
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -15,7 +15,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.applied import Clipping, Rates, rate_of
 from lightning_topk.runtime.groups import Groups, check_agreement, gathered
 from lightning_topk.runtime.messages import WarnOnce
-from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, parameters_of, unwrapped
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, all_parameters
 from lightning_topk.runtime.telemetry import Telemetry
 from lightning_topk.runtime.watch import Watch
 
@@ -56,11 +56,21 @@ def _is_optimizer(x: Any) -> bool:
     return isinstance(x, Optimizer) or (hasattr(x, "param_groups") and hasattr(x, "step"))
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer of torch inside a wrapper without hooks of its own: Accelerate's, Lightning's, schedule-free's."""
+    while True:
+        inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "base", None)
+        hooks, inside = (getattr(each, "_optimizer_step_post_hooks", None) for each in (optimizer, inner))
+        if inner is optimizer or not hasattr(inner, "param_groups") or (hooks is not None and hooks is not inside):
+            return optimizer
+        optimizer = inner
+
+
 class Optimizers:
     """The user's optimizers, which may be created later or replaced: their momentum, and the loss scale.
 
-    ``now`` returns them, or is None if the user passed none; ``parameters_of`` returns the parameters that optimizers
-    hold of members of buckets.
+    ``now`` returns them, or is None if the user passed none; ``held_by_optimizers`` returns the parameters that
+    optimizers hold of members of buckets.
     """
 
     def __init__(
@@ -69,12 +79,12 @@ class Optimizers:
         scaler: torch.amp.GradScaler | None,
         config: TopKConfig,
         buckets: Buckets,
-        parameters_of: Callable[[Collection[Tensor]], Collection[Tensor]],
+        held_by_optimizers: Callable[[Collection[Tensor]], Collection[Tensor]],
         telemetry: Telemetry,
         say: WarnOnce,
         clipping: Clipping,
     ) -> None:
-        self._getter, self._config, self._buckets, self._parameters_of = now, config, buckets, parameters_of
+        self._getter, self._config, self._buckets, self._held_by_optimizers = now, config, buckets, held_by_optimizers
         self._say, self._telemetry = say, telemetry
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.watch = Watch(config, say, telemetry, now is not None, self._scaler is not None, self._after_step)
@@ -96,7 +106,7 @@ class Optimizers:
 
     def updated(self) -> set[Tensor]:
         """The parameters that they update."""
-        return {p for each in self._now() for p in parameters_of(each)}
+        return {p for each in self._now() for p in all_parameters(each)}
 
     @property
     def scale(self) -> Tensor | None:
@@ -106,7 +116,7 @@ class Optimizers:
     def _names(self) -> dict[Tensor, str]:
         """The names of all parameters."""
         names = self._buckets.names
-        return dict(zip(self._parameters_of(names), names.values(), strict=True))
+        return dict(zip(self._held_by_optimizers(names), names.values(), strict=True))
 
     def start(self, exist: bool, groups: Groups) -> None:
         """Compares the optimizers on all ranks, and checks them if they exist by now. A collective, at attach.
@@ -117,7 +127,7 @@ class Optimizers:
             now, names, where = self._now() if exist else [], self._names(), (groups.device, groups.all)
             kinds = [type(each).__name__ for each in now] or ("missing" if exist else "a function")
             check_agreement({"optimizer=": kinds}, "Pass the same optimizer= on every rank.", *where)
-            mine = {names[p]: type(each).__name__ for each in now for p in parameters_of(each) if p in names}
+            mine = {names[p]: type(each).__name__ for each in now for p in all_parameters(each) if p in names}
             rows = gathered([*mine], *where)
             every = set[str]().union(*rows)
             if sum(map(len, rows)) > len(every):  # ZeroRedundancyOptimizer's inner optimizers share the parameters
@@ -144,7 +154,7 @@ class Optimizers:
     def expect(self, bucket: Bucket, step: int, epoch: int) -> None:
         """Expects the delivery of a bucket: with FSDP2, an optimizer may step its parameters before the pass ends."""
         if self._buckets.delivers_everything(bucket, step, epoch):
-            self.adapted = frozenset(self.adapted).difference(self._parameters_of(bucket))
+            self.adapted = frozenset(self.adapted).difference(self._held_by_optimizers(bucket))
 
     def clip_of(self, bucket: Bucket, device: torch.device) -> Tensor | None:
         """The user's clipping, see :class:`lightning_topk.core.guards.Applied`; None if no optimizer is known."""
@@ -160,7 +170,7 @@ class Optimizers:
             self.rates = self.rates._replace(last=tuple(last))
         if self._clipping is not None:
             self._telemetry.collect()
-            self._clipping.after_step(optimizer, self._parameters_of)
+            self._clipping.after_step(optimizer, self._held_by_optimizers)
 
     def _find_groups(self, optimizers: Sequence[Optimizer]) -> None:
         """Finds the parameter group of each member of the buckets."""
@@ -171,7 +181,7 @@ class Optimizers:
             count += len(each.param_groups)
             for number, group in enumerate(each.param_groups, first):
                 numbers |= dict.fromkeys(group["params"], number)
-        members = zip(names, self._parameters_of(names), strict=True)
+        members = zip(names, self._held_by_optimizers(names), strict=True)
         known = {member: numbers[p] for member, p in members if p in numbers}
         if any(getattr(group.get("lr"), "is_cuda", False) for each in optimizers for group in each.param_groups):
             self._say.note(
@@ -184,15 +194,15 @@ class Optimizers:
 
     def sync(self) -> None:
         """Checks the optimizers; adapts momentum, and watches the steps, of new ones. Before every backward pass."""
-        now, compressed = self._now(), frozenset(self._parameters_of(self._buckets.compressed))
+        now, compressed = self._now(), frozenset(self._held_by_optimizers(self._buckets.compressed))
         check_optimizers(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         self.watch.compressed = compressed
-        count = sum(len(parameters_of(each)) for each in now)
+        count = sum(len(all_parameters(each)) for each in now)
         if [*map(id, now)] == [id(each.optimizer()) for each in self.watch.watched] and count == self._count:
             return
         AdaptedMomentum.release(self)
         if self._config.adapts_momentum:
-            ours = [each for each in now if not compressed.isdisjoint(parameters_of(each))]
+            ours = [each for each in now if not compressed.isdisjoint(all_parameters(each))]
             notes, warnings = adapt_momentum(ours, self)
             self._say.note(*notes)
             self._say(*warnings)

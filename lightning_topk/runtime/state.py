@@ -74,7 +74,7 @@ class HookState:
         clipping = self.clipping()
         self.telemetry = telemetry = Telemetry(self.buckets, self.shards_per_node, clipping)
         self.optimizers = Optimizers(
-            optimizers, scaler, self.config, self.buckets, self.parameters_of, telemetry, self._say, clipping
+            optimizers, scaler, self.config, self.buckets, self.held_by_optimizers, telemetry, self._say, clipping
         )
         self._lane: StreamLane | ThreadLane | None = None
         self.current: Pass | None = None
@@ -146,7 +146,7 @@ class HookState:
             clip.record_stream(lane.stream)
         return lane.submit(Job(gradient, bucket, self.buckets.plan_of(bucket), name, used, clip, now))
 
-    def parameters_of(self, members: Collection[Tensor]) -> Collection[Tensor]:
+    def held_by_optimizers(self, members: Collection[Tensor]) -> Collection[Tensor]:
         """The parameters of members of buckets, as optimizers hold them, in order: here the members themselves."""
         return members
 

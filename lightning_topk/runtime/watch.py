@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.messages import WarnOnce
-from lightning_topk.runtime.momentum import local_part, parameters_of
+from lightning_topk.runtime.momentum import all_parameters, local_part
 from lightning_topk.runtime.telemetry import Telemetry
 
 
@@ -76,7 +76,7 @@ class Watch:
         self._sees_all = all(hasattr(each, "_optimizer_step_post_hooks") for each in optimizers)
         checks = self._config.compresses and not self._scaled  # a GradScaler may skip the step of a gradient
         for each in optimizers:
-            learning = (p for p in parameters_of(each) if checks and p.requires_grad and p in self.compressed)
+            learning = (p for p in all_parameters(each) if checks and p.requires_grad and p in self.compressed)
             self.watched.append(_Watched(each, next(learning, None), self))
 
     def stop(self) -> None:
@@ -120,7 +120,7 @@ class Watch:
 
     def check_others(self, optimizer: Optimizer, known: _Watched | None) -> None:
         """Warns if another optimizer than the known ones takes the steps; a known one may wrap it and step too."""
-        moved = {p for p in parameters_of(optimizer) if p.grad is not None}
+        moved = {p for p in all_parameters(optimizer) if p.grad is not None}
         if known is None and (not self._pending or moved.isdisjoint(self.compressed)):
             return
         self._pending, self._by_others = False, 0 if known else self._by_others + 1
@@ -138,7 +138,7 @@ class Watch:
 
     def check_bypass(self, optimizer: Optimizer) -> None:
         """Warns at the second step without an exchange: DDP names unused parameters in the forward pass before it."""
-        gradients = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
+        gradients = (p.grad for p in all_parameters(optimizer) if p.grad is not None)
         values = (each._values() if each.is_sparse else local_part(each) for each in gradients)
         # get_state_dict takes a step with zeros. This waits for the device, but nothing is exchanged anyway.
         if self._bypassed < 2 and any(each.any() for each in values):

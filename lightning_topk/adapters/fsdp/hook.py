@@ -82,7 +82,7 @@ class ShardState(HookState):
         return {member for group in self._param_groups for member in group.trained}
 
     @override
-    def parameters_of(self, members: Collection[Tensor]) -> Collection[Tensor]:
+    def held_by_optimizers(self, members: Collection[Tensor]) -> Collection[Tensor]:
         return [self._group_of[member].sharded(member) for member in members]
 
     def exchange_shard(self, group: ParamGroup, g: Tensor) -> None:

@@ -9,6 +9,7 @@ it may then send fewer entries, or leave out later ones. Momentum agrees to roun
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -191,12 +192,11 @@ def catch_up_(
 
     ``tables`` is empty at the first call for these parameters, and keeps tables of their addresses on the device.
     """
-    together: dict[Kind | None, list[Stepped]] = {}
-    plain: dict[int, bool] = {}  # by rule; scalars on a GPU must not be read
+    rules = {id(stepped.rule): stepped.rule for stepped, _ in several}
+    unread = {key for key, rule in rules.items() if any(isinstance(each, Tensor) for each in rule)}  # scalars on a GPU
+    together = defaultdict[Kind | None, list[Stepped]](list)
     for stepped, kind in several:
-        if id(stepped.rule) not in plain:
-            plain[id(stepped.rule)] = not any(isinstance(each, Tensor) for each in stepped.rule)
-        together.setdefault(kind if plain[id(stepped.rule)] else None, []).append(stepped)
+        together[None if id(stepped.rule) in unread else kind].append(stepped)
     for stepped in together.pop(None, []):
         reference.catch_up_(stepped, scale, skipped)
     for kind, members in together.items():

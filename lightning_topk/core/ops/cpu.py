@@ -116,8 +116,8 @@ def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
 def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor | None, tables: dict[str, Any]) -> None:
     """Same as :func:`lightning_topk.core.ops.reference.catch_up_` of each, in one pass over memory."""
     rows, rules = address_table(several)
-    taken = skipped is None or not skipped
-    loops.catch_up(np.array(rows), np.array(rules, np.float64), 1.0 if scale is None else float(scale), bool(taken))
+    taken, factor = skipped is None or not skipped, 1.0 if scale is None else float(scale)
+    loops.catch_up(np.array(rows, np.int64), np.array(rules, np.float64), factor, bool(taken))
 
 
 def _sample(layout: Layout, k: int) -> tuple[int, int, int]:
