@@ -10,6 +10,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -151,11 +152,18 @@ class Volume:
 
 def request_volume(request: Request, rank: int, world: int, local: int) -> Volume:
     """The bytes of a request of ``rank``, one of ``world``, on a node of ``local`` ranks."""
-    number, inside = rank // local, rank % local
+    return _volume(type(request), request.payload.nbytes, request.direction, request.among, rank, world, local)
+
+
+@lru_cache(maxsize=4096)
+def _volume(
+    kind: type[Request], nbytes: int, direction: Direction, among: Among, rank: int, world: int, local: int
+) -> Volume:
+    request, number, inside = kind(placeholder(nbytes), direction, among), rank // local, rank % local
     senders: Iterable[int]
-    if request.among == "node":
+    if among == "node":
         mine, world, senders, node = inside, local, range(local), range(local)
-    elif request.among == "peers":  # each rank of the node sends to others of its own local rank
+    elif among == "peers":  # each rank of the node sends to others of its own local rank
         mine, world, senders, node = number, world // local, [number] * local, range(number, number + 1)
     else:
         mine, node = rank, range(rank - inside, rank - inside + local)
@@ -164,4 +172,4 @@ def request_volume(request: Request, rank: int, world: int, local: int) -> Volum
     total = sum(request.sent_bytes(each, world) for each in senders)
     sent = request.sent_bytes(mine, world)
     messages = sum(request.leaving_messages(each, world, node) for each in senders)
-    return Volume(**{request.direction: sent}, intra_node=total - leaving, inter_node=leaving, messages=messages)
+    return Volume(**{direction: sent}, intra_node=total - leaving, inter_node=leaving, messages=messages)
