@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from lab.bench import race, wire
 from lab.data import LENGTH, LONG
 from lab.models import LARGE, TEXT
-from lab.papers import at_size, saving_curves
+from lab.papers import at_size, fine_tuning, saving_curves
 from lab.report import Panel, draw, in_words, standard_error
 from lab.training import Runs
 from lightning_topk import plan
@@ -334,7 +334,17 @@ def links() -> str:
     return page(rows)
 
 
+def fine_tuned() -> str:
+    """Fine-tuning by optimizer, schedule and length."""
+    found = Runs(RUNS / "fine-tuning.jsonl")
+    tables = {kind: fine_tuning.table(found, kind, (100, 300, 1000), range(2)) for kind in fine_tuning.OPTIMIZERS}
+    return page(
+        [{"optimizer": kind} | row for kind, rows in tables.items() for row in rows if row["saving 50, behind %"]]
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "fine-tuning": fine_tuned,
     "links": links,
     "many-nodes": many_nodes,
     "bench": pasted,

@@ -175,7 +175,7 @@ def tally(value, ends, digits, kth, capacity, turns, k, LEVEL: tl.constexpr, TIL
     bits, inside, _ = _candidates(value, ends, row, tile, capacity, turns, TILE)
     to = digits + row.to(tl.int64) * 4096
     if LEVEL > 0:
-        prefix, _ = _settled(to, kth, row, tile, k, LEVEL)
+        prefix, _ = _first_digits(to, kth, row, tile, k, LEVEL)
         inside = inside & (bits >> (30 - 10 * LEVEL) == prefix)
         to += 1024 + 1024 * LEVEL
     here = tl.histogram((bits >> (20 - 10 * LEVEL)) & (BINS - 1), BINS, mask=inside)
@@ -193,7 +193,7 @@ def _candidates(value, ends, row, tile, capacity, turns, TILE: tl.constexpr):
 
 
 @triton.jit
-def _settled(digits, kth, row, tile, k, LEVEL: tl.constexpr):
+def _first_digits(digits, kth, row, tile, k, LEVEL: tl.constexpr):
     """The first LEVEL digits of the k-th largest magnitude, and its rank among those that share them.
 
     ``digits`` are the row's counts, of 11 bits and twice 10. All programs find the same; one keeps it in ``kth``
@@ -217,7 +217,7 @@ def count(value, ends, digits, kth, counts, capacity, turns, tiles, k, TILE: tl.
     """Counts the candidates above the k-th largest, and those equal to it: ``[shards, 2, tiles]``."""
     tile, row = tl.program_id(0), tl.program_id(1)
     bits, inside, total = _candidates(value, ends, row, tile, capacity, turns, TILE)
-    least, _ = _settled(digits + row.to(tl.int64) * 4096, kth, row, tile, k, 3)
+    least, _ = _first_digits(digits + row.to(tl.int64) * 4096, kth, row, tile, k, 3)
     least = tl.where(total > k, least, 0)  # the candidates are not zero
     to = counts + row.to(tl.int64) * 2 * tiles + tile
     tl.store(to, tl.sum((inside & (bits > least)).to(tl.int32), axis=0))
