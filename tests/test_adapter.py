@@ -4,12 +4,11 @@ import inspect
 from pathlib import Path
 from unittest import mock
 
-import laws
 import pytest
 import ranks
 import torch
 from groups import on_ranks
-from ranks import every_rank, gradient, mean_over_ranks
+from ranks import gradient
 
 from lightning_topk import TopKConfig
 from lightning_topk.runtime import state as runtime_state
@@ -55,11 +54,9 @@ def test_an_adapter_of_three_calls_keeps_the_laws(rank, world, settings):
             plan = volume(config, sizes, world, rank, settled=step > 0)
             sent.append({"counted": sum(counted.bytes.values()), "reported": reported.sent})
             planned.append(dict.fromkeys(sent[-1], plan.sent))
-    means, rows = mean_over_ranks(torch.stack(computed)), every_rank(torch.stack(received))
-    left, same = ranks.undelivered(state, net), ranks.alike(ranks.weights(net))
-    saved = ranks.shared(state.state_dict())["parameters"]
+    saved, same = ranks.shared(state.state_dict())["parameters"], ranks.alike(ranks.weights(net))
+    _, left = ranks.check_laws(state, net, computed, received, sent, planned, settled=1)
     state.close()
-    laws.check(means, rows, left, sent, planned, settled=1)
     assert same
     assert left.any()
     assert saved.keys() == {name for name, _ in net.named_parameters()}
