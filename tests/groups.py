@@ -37,9 +37,9 @@ class Group:
         backend = backend or ("nccl" if device == "cuda" else "gloo")
         context, self._folder = multiprocessing.get_context("forkserver"), tempfile.TemporaryDirectory()
         self._pipes, theirs = zip(*(context.Pipe() for _ in range(world)), strict=True)
-        given = world, backend, device, self._folder.name, environment or {}
+        arguments = world, backend, device, self._folder.name, environment or {}
         self._processes = [  # not daemons, which could start no processes
-            context.Process(target=_serve, args=(pipe, rank, *given)) for rank, pipe in enumerate(theirs)
+            context.Process(target=_serve, args=(pipe, rank, *arguments)) for rank, pipe in enumerate(theirs)
         ]
         for process in self._processes:
             process.start()
@@ -89,9 +89,9 @@ def on_ranks(count: int | Callable[..., int] | None = None, timeout: float | Non
     def test_of(function: Callable[..., Any]) -> Callable[..., None]:
         names = list(signature(function).parameters)[2:]
 
-        def test(groups: Callable[[int], Group], **given: Any) -> None:
-            world = given.pop("world") if count is None else count(**given) if callable(count) else count
-            groups(world).run(test, *(given[name] for name in names), timeout=timeout)
+        def test(groups: Callable[[int], Group], **arguments: Any) -> None:
+            world = arguments.pop("world") if count is None else count(**arguments) if callable(count) else count
+            groups(world).run(test, *(arguments[name] for name in names), timeout=timeout)
 
         asked = ["groups", *names, *["world"] * (count is None)]
         test.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in asked])

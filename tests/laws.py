@@ -19,7 +19,7 @@ from lightning_topk.core.requests import Request
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
-ROUTES = [(name, way) for name in ("sharded", "single_server") for way in (True, False)] + [("allgather", False)]
+ROUTES = [(name, both) for name in ("sharded", "single_server") for both in (True, False)] + [("allgather", False)]
 ON_NODES = [("hierarchical", True), ("hierarchical", False), ("dense", True)]
 """Topologies for nodes of several ranks."""
 WIRES = ["fp32", "bf16", "int8", "int4"]
@@ -54,9 +54,9 @@ def check(
 
     Given are the mean over the workers of each step's gradient, ``computed [steps, numel]``; the gradient delivered to
     each rank, ``received [ranks, steps, numel]``; the mean of the workers' residuals plus the servers', ``left
-    [numel]``, or None if some mass is lost on purpose; the measured and the predicted bytes of each step; whether an
-    element arrives whole in every step, ``exact [numel]``; and the step from which on sizes are fixed, ``settled``, or
-    None if a schedule changes them. The tolerances are those of identity and conservation.
+    [numel]``, or None if some mass is lost on purpose; the measured and the predicted bytes of each step; whether every
+    step delivers all of an element, ``exact [numel]``; and the step from which on sizes are fixed, ``settled``, or None
+    if a schedule changes them. The tolerances are those of identity and conservation.
     """
     for step, rows in enumerate(received.unbind(1)):
         assert all(torch.equal(row, rows[0]) for row in rows), f"agreement, step {step}"
@@ -64,9 +64,9 @@ def check(
     if settled is not None:
         assert all(each == sent[settled] for each in sent[settled:]), "fixed size"
     delivered, computed = received[0].double(), computed.double()
-    whole = torch.as_tensor(exact).expand(delivered.shape[1])
+    exact = torch.as_tensor(exact).expand(delivered.shape[1])
     for name, found, expected in (
-        ("identity", delivered[:, whole], computed[:, whole]),
+        ("identity", delivered[:, exact], computed[:, exact]),
         ("conservation", delivered.sum(0) + (0 if left is None else left.double()), computed.sum(0)),
     ):
         if name == "identity" or left is not None:
@@ -118,29 +118,29 @@ def undelivered(cluster: Cluster) -> Tensor:
             end.add_served(name, mine)
         rows = torch.zeros(end.plan.parts.count, end.plan.parts.numel, dtype=dtype)
         rows[rank % len(rows)] = mine
-        whole = torch.empty_like(total)
-        reference.join_parts(rows, end.plan.parts, whole)
-        total += whole
+        joined = torch.empty_like(total)
+        reference.join_parts(rows, end.plan.parts, joined)
+        total += joined
     return total
 
 
 def simulate(
     config: TopKConfig, workers: int, numel: int, dtype: torch.dtype = torch.float32, steps: int = 4,
-    given: Callable[[int, int, int], list[Tensor]] = gradients, atol: float = 2e-5, rtol: float = 1e-5,
+    make_gradients: Callable[[int, int, int], list[Tensor]] = gradients, atol: float = 2e-5, rtol: float = 1e-5,
     scale: float | None = None, rates: Sequence[float] = (), clip: float | None = None,
 ) -> Cluster:  # fmt: skip
     """Checks the laws on some steps of a simulated cluster of ranks, or of nodes of two.
 
     Also checks that exchanges make the predicted requests, and select no more entries than payloads have room for.
-    ``given`` makes the gradients from ``(world, numel, step)``; the exchange sees them times the loss ``scale``. With
-    the learning ``rates`` of the steps, and each worker's gradient clipped to the norm ``clip``, the laws hold for what
+    ``make_gradients`` takes ``(world, numel, step)``; the exchange sees the result times the loss ``scale``. With the
+    learning ``rates`` of the steps, and each worker's gradient clipped to the norm ``clip``, the laws hold for what
     dense training would apply: gradients times rates.
     """
     cluster = cluster_of(config, workers, numel, dtype)
     ranks, before = range(len(cluster.endpoints)), {}
     computed, received, sent, planned = [], [], [], []
     for step in range(steps):
-        mine = [(each * (scale or 1)).to(dtype) for each in given(len(ranks), numel, step)]
+        mine = [(each * (scale or 1)).to(dtype) for each in make_gradients(len(ranks), numel, step)]
         own, rate = torch.stack(mine).double() / (scale or 1), rates[step] if rates else 1.0
         applied = [Applied(rate, None if clip is None else torch.tensor([1 / clip, 0.0]))] * len(mine)
         if clip is not None and cluster.plan.topology.compresses:
@@ -150,11 +150,11 @@ def simulate(
         delivered = torch.stack(cluster.step(mine, scale=loss, applied=applied))
         assert delivered.dtype == dtype
         received.append(delivered if scale is None and rate == 1 else delivered.double() * rate / (scale or 1))
-        total = {(rank, way): count for way, counts in cluster.sent_bytes.items() for rank, count in enumerate(counts)}
+        total = {(rank, link): n for link, counts in cluster.sent_bytes.items() for rank, n in enumerate(counts)}
         sent.append({key: count - before.get(key, 0) for key, count in total.items()})
         before = total
         plans = [volume(config, [numel], len(ranks), r, dtype.itemsize, step=step, local=cluster.local) for r in ranks]
-        planned.append({(rank, way): getattr(plans[rank], way) for rank, way in total})
+        planned.append({(rank, link): getattr(plans[rank], link) for rank, link in total})
         expected = [*map(in_words, cluster.plan.requests(step))]
         assert cluster.asked == [expected] * len(ranks), "generator and arithmetic ask for different things"
         for end, outcome in zip(cluster.endpoints, cluster.outcomes, strict=True):

@@ -6,9 +6,11 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
+import laws
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,19 +88,19 @@ def train(net: nn.Module, rank: int, steps: Iterable[int], optimizer: torch.opti
             optimizer.step()
 
 
-def _whole(x: Tensor) -> Tensor:
+def _full(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().flatten()
 
 
 def weights(net: nn.Module) -> Tensor:
     """All parameters, sharded ones gathered: ``[numel]``."""
-    return torch.cat([_whole(p) for p in net.parameters()])
+    return torch.cat([_full(p) for p in net.parameters()])
 
 
 def gradient(net: nn.Module) -> Tensor:
     """All gradients, zero if a parameter has none: ``[numel]``."""
     grads = [torch.zeros(p.shape, device=p.device) if p.grad is None else p.grad for p in net.parameters()]
-    return torch.cat([*map(_whole, grads)])
+    return torch.cat([*map(_full, grads)])
 
 
 def local_gradient(alone: nn.Module, net: nn.Module, rank: int, step: int, **use: bool) -> Tensor:
@@ -148,9 +150,9 @@ def undelivered(state: Any, net: nn.Module) -> Tensor:
         kept[name]["residual"].double() if name in kept else torch.zeros(p.numel(), dtype=torch.float64)
         for name, p in net.named_parameters()
     ]
-    whole = torch.cat(known)
-    dist.broadcast(whole, 0)
-    return whole
+    total = torch.cat(known)
+    dist.broadcast(total, 0)
+    return total
 
 
 def mean_over_ranks(x: Tensor) -> Tensor:
@@ -164,6 +166,62 @@ def every_rank(x: Tensor) -> Tensor:
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, x.cpu())
     return torch.stack(rows)
+
+
+def check_laws(
+    state: Any, net: nn.Module, computed: list[Tensor], received: list[Tensor], *sizes: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """As :func:`laws.check`, by rank, with bytes in ``sizes``; returns what every rank received, and what is left."""
+    means, rows = mean_over_ranks(torch.stack(computed)), every_rank(torch.stack(received))
+    left, (sent, planned) = undelivered(state, net), sizes or ([], [])
+    laws.check(means, rows, left, sent, planned, **options)
+    return rows, left
+
+
+@dataclass
+class Run:
+    """The training of ``net``, wrapped as ``model``, and what was computed and received, times rates: ``[numel]``."""
+
+    rank: int
+    alone: nn.Module  # an unwrapped copy
+    net: nn.Module
+    model: nn.Module
+    state: Any
+    optimizer: torch.optim.Optimizer
+    computed: Tensor | float = 0.0
+    received: Tensor | float = 0.0
+
+    def by_entry(self, values: dict[str, float]) -> Tensor:
+        """A parameter's value, for each entry: ``[numel]`` float64."""
+        return torch.cat([torch.full((p.numel(),), values[name]).double() for name, p in self.net.named_parameters()])
+
+    def rates(self) -> Tensor:
+        """The rate of each entry: ``[numel]``."""
+        rate_of = {p: group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
+        return self.by_entry({name: rate_of[p] for name, p in self.net.named_parameters()})
+
+    def backward(self, step: int) -> None:
+        self.own = mean_over_ranks(local_gradient(self.alone, self.net, self.rank, step))
+        train(self.model, self.rank, [step])
+
+    def step(self) -> None:
+        """Takes the step, and adds up what was computed and received."""
+        self.optimizer.step()
+        self.computed = self.computed + self.rates() * self.own
+        self.received = self.received + self.rates() * gradient(self.net).double()
+
+    def check(self) -> None:
+        """Fails unless the residuals hold what was computed and not received, in the unit that they have."""
+        units = self.state.residuals.units(self.state.optimizers.rates)
+        rates = {self.state.names[member]: unit.rate for member, unit in units.items()}
+        left = undelivered(self.state, self.net) * self.by_entry(rates)
+        assert left.norm() > 0.1 * self.received.norm(), "something waits"
+        torch.testing.assert_close(self.received + left, self.computed, atol=1e-6, rtol=1e-4)
+
+
+def users_clipping(state: Any) -> Any:
+    """The norm to which the user's clipping seems to clip, its factor, how sure it is, and slack: no public names."""
+    return state.optimizers._clipping._limit
 
 
 def alike(x: Tensor) -> bool:
@@ -211,8 +269,8 @@ class Counted(ExitStack):
         def counted(*args: Any, **kwargs: Any) -> Any:
             group = kwargs.get("group")
             ranks = dist.get_process_group_ranks(group)
-            given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            costs = self.COSTS[self.NEWER.get(name, name)](dist.get_rank(group), len(ranks), *given)
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            costs = self.COSTS[self.NEWER.get(name, name)](dist.get_rank(group), len(ranks), *tensors)
             for number, cost in costs.items():
                 self.to[ranks[number]] = self.to.get(ranks[number], 0) + cost
             self.bytes[frozenset(ranks)] = self.bytes.get(frozenset(ranks), 0) + sum(costs.values())

@@ -161,7 +161,7 @@ class Gpu(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function in (torch.ops.aten.detach.default, torch.ops.prim.device.default):
             return result
-        given, made = _cuda((args, kwargs)), _cuda(result)
+        inputs, made = _cuda((args, kwargs)), _cuda(result)
         returns = function._schema.returns
         if any(each.alias_info and not each.alias_info.is_write for each in returns):
             return result  # a view
@@ -169,8 +169,8 @@ class Gpu(TorchDispatchMode):
         changed = [value for argument, value in pairs if argument.alias_info and argument.alias_info.is_write]
         written = _cuda((changed, (kwargs or {}).get("out")))
         written += [x for x in made if x.untyped_storage()._cdata not in self._blocks]
-        self.use(given, written)
-        if given and any(isinstance(x, Tensor) and x.device.type == "cpu" for x in tree_leaves(result)):
+        self.use(inputs, written)
+        if inputs and any(isinstance(x, Tensor) and x.device.type == "cpu" for x in tree_leaves(result)):
             self.current.synchronize()  # the host waits for a copy to it
         return result
 

@@ -21,44 +21,17 @@ WARM = [0.0, 0.01, 0.1, 1.0, 1.0, 0.5, 0.005, 1.0]
 """Factors of the rate: a warm-up from 0, a decay, and a restart."""
 
 
-class Run:
-    """A net that trains at rates of a schedule, and what it has computed and received, times the rates."""
-
-    def __init__(self, rank: int, groups: int = 1, lr: float = 0.05, **options) -> None:
-        self.rank, self.net, self.alone = rank, four_layers(), four_layers()
-        parts = [self.net] if groups == 1 else [self.net[:2], self.net[2:]]
-        self.optimizer = SGD([{"params": part.parameters()} for part in parts], lr=lr)
-        self.model, self.state = attached(
-            self.net, options.pop("ddp", {"bucket_cap_mb": 0.001}), ratio=0.05, optimizer=self.optimizer, **options
-        )
-        self.computed = self.received = torch.zeros(1680, dtype=torch.float64)
-
-    def rates(self) -> torch.Tensor:
-        """The rate of each entry: ``[numel]``."""
-        group_of = {p: group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
-        return torch.cat([torch.full((p.numel(),), group_of[p], dtype=torch.float64) for p in self.net.parameters()])
-
-    def backward(self, step: int) -> None:
-        self.own = mean_over_ranks(ranks.local_gradient(self.alone, self.net, self.rank, step))
-        self.net.zero_grad()
-        loss_of(self.model, self.rank, step).backward()
-
-    def step(self) -> None:
-        """Takes the step, and adds up what was computed and received."""
-        self.optimizer.step()
-        self.computed = self.computed + self.rates() * self.own
-        self.received = self.received + self.rates() * gradient(self.net).double()
-
-    def check(self) -> None:
-        """Fails unless the residuals hold what was computed and not received, in the unit that they have."""
-        units = self.state.residuals.units(self.state.optimizers.rates)
-        unit = torch.cat([torch.full((p.numel(),), units[p].rate, dtype=torch.float64) for p in self.net.parameters()])
-        left = undelivered(self.state, self.net) * unit
-        assert left.norm() > 0.1 * self.received.norm(), "something waits"
-        torch.testing.assert_close(self.received + left, self.computed, atol=1e-6, rtol=1e-4)
+def run_of(rank: int, groups: int = 1, lr: float = 0.05, **options) -> ranks.Run:
+    """A run of four layers, by default each in a bucket of its own."""
+    net = four_layers()
+    parts = [net] if groups == 1 else [net[:2], net[2:]]
+    optimizer = SGD([{"params": part.parameters()} for part in parts], lr=lr)
+    ddp = options.pop("ddp", {"bucket_cap_mb": 0.001})
+    model, state = attached(net, ddp, ratio=0.05, optimizer=optimizer, **options)
+    return ranks.Run(rank, four_layers(), net, model, state, optimizer)
 
 
-def schedule(run: Run, *factors) -> LambdaLR:
+def schedule(run: ranks.Run, *factors) -> LambdaLR:
     return LambdaLR(run.optimizer, [lambda step, own=own: own[min(step, len(own) - 1)] for own in factors])
 
 
@@ -68,7 +41,7 @@ def schedule(run: Run, *factors) -> LambdaLR:
 @on_ranks(3)
 def test_each_gradient_counts_at_the_rate_of_its_step(rank, world, schedules, ddp):
     """Also if groups in one bucket have schedules of their own, and if the first rate is 0."""
-    run = Run(rank, schedules, ddp=ddp)
+    run = run_of(rank, schedules, ddp=ddp)
     scheduler = schedule(run, *[WARM, [1.0, 1.0, 0.3, 0.3, 0.2, 0.1, 0.1, 1.0]][:schedules])
     for step in range(len(WARM)):
         run.backward(step)
@@ -82,7 +55,7 @@ def test_each_gradient_counts_at_the_rate_of_its_step(rank, world, schedules, dd
 @on_ranks(2)
 def test_a_rate_that_is_set_after_backward_counts_from_the_next_step_on(rank, world):
     """At first the optimizer has the rate that the warm-up leads to."""
-    run = Run(rank, lr=1.0)
+    run = run_of(rank, lr=1.0)
     for step, rate in enumerate([0.01, 0.02, 0.02, 0.02]):
         run.backward(step)
         run.optimizer.param_groups[0]["lr"] = rate
@@ -95,7 +68,7 @@ def test_a_rate_that_is_set_after_backward_counts_from_the_next_step_on(rank, wo
 
 @on_ranks(2)
 def test_a_run_that_resumes_at_another_rate_delivers_what_waited_at_its_own(rank, world):
-    run = Run(rank)
+    run = run_of(rank)
     for step in range(3):
         run.backward(step)
         run.step()
@@ -114,7 +87,7 @@ def test_a_run_that_resumes_at_another_rate_delivers_what_waited_at_its_own(rank
 
 @on_ranks(2)
 def test_a_checkpoint_without_units_resumes_with_gradients(rank, world):
-    run = Run(rank)
+    run = run_of(rank)
     run.backward(0)
     entry = shared(run.state.state_dict())
     del entry["units"]
@@ -127,13 +100,14 @@ def test_a_checkpoint_without_units_resumes_with_gradients(rank, world):
     torch.testing.assert_close(gradient(run.net).double(), run.own + waiting, atol=1e-6, rtol=1e-4)
 
 
-def clips(run: Run, step: int, treat) -> torch.Tensor:
+def clips(run: ranks.Run, step: int, treat) -> torch.Tensor:
     """Clips of the next pass by bucket, after a step whose gradients are treated."""
     run.backward(step)
     treat(step, [*run.net.parameters()])
     run.optimizer.step()
-    run.state.optimizers._clipping.begin_pass()
-    return torch.stack([*run.state.optimizers._clipping._clips.values()])
+    run.state.begin_pass()
+    several = run.state.last_buckets
+    return torch.stack([run.state.optimizers.clip_of(bucket, torch.device("cpu")) for bucket in several])
 
 
 def halved(step, parameters):
@@ -160,13 +134,12 @@ TREATED = {
 def test_only_clipping_of_norms_counts_as_clipping(rank, world, name):
     """What users do to gradients between backward and step must not shrink what they get."""
     treat, clipped = TREATED[name]
-    run = Run(rank, lr=1e-3)
+    run = run_of(rank, lr=1e-3)
     for step in range(7):
         found = clips(run, step, treat)
     assert (found > 0).all().item() is clipped
     if clipped:
-        limit = run.state.optimizers._clipping._limit
-        assert math.isclose(limit[0], 1e-2, rel_tol=1e-3)
+        assert math.isclose(ranks.users_clipping(run.state)[0], 1e-2, rel_tol=1e-3)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -174,7 +147,7 @@ def test_only_clipping_of_norms_counts_as_clipping(rank, world, name):
 def test_a_spike_enters_the_residual_as_clipped_as_dense_training_would_apply_it(rank, world, scaled):
     """The gradient of one step is a hundred times as large. All residuals take in about the norm of clipping."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
-    run = Run(rank, lr=1e-3, scaler=scaler)
+    run = run_of(rank, lr=1e-3, scaler=scaler)
     for step in range(9):
         before = undelivered(run.state, run.net)
         run.net.zero_grad()
@@ -225,14 +198,14 @@ def test_a_trainers_clipping_and_schedule_are_found(rank, world):
 
     def look(trainer, *_):
         state = trainer.strategy.topk_state
-        found.append((state.optimizers._clipping._limit, state.optimizers.rates.now))
+        found.append((ranks.users_clipping(state), state.optimizers.rates.now))
         entered.append(undelivered(state, trainer.lightning_module).norm())
 
     strategy, callback = TopKStrategy(ratio=0.05), LambdaCallback(on_train_batch_end=look)
     fit(rank, world, Clipped(), strategy, [callback], monitor=False, max_steps=8, gradient_clip_val=0.05)
-    limit = found[-1][0]
-    assert math.isclose(limit[0], 0.05, rel_tol=1e-2)
-    assert limit[2] > 0
+    norm, _, evidence, _ = found[-1][0]
+    assert math.isclose(norm, 0.05, rel_tol=1e-2)
+    assert evidence > 0
     assert [rates[0] for _, rates in found] == pytest.approx([1e-3 * (step + 1) / 4 for step in range(8)])
     assert entered[6] < 2 * entered[5] + 0.2, "the spike was clipped"
 
@@ -250,21 +223,20 @@ def test_fabrics_clipping_is_found(rank, world):
         lite.clip_gradients(model, optimizer, max_norm=0.02)
         optimizer.step()
     model(ranks.batch(rank, 5)).sum().backward()
-    limit = strategy.state_of(model).optimizers._clipping._limit
-    assert math.isclose(limit[0], 0.02, rel_tol=1e-2)
-    assert limit[2] > 0
+    norm, _, evidence, _ = ranks.users_clipping(strategy.state_of(model))
+    assert math.isclose(norm, 0.02, rel_tol=1e-2)
+    assert evidence > 0
 
 
 @on_ranks(2)
 def test_clipping_that_the_user_gives_up_ends(rank, world):
     """The exchange keeps delivered norms below the user's; without slack it would never see that there is none."""
-    run, found = Run(rank, lr=1e-3), []
+    run, found = run_of(rank, lr=1e-3), []
     for step in range(100):
         if step < 6:
             clips(run, step, TREATED["clipped"][0])
         else:
             clips(run, step % 6, TREATED["nothing"][0])
-        run.state.optimizers._clipping.begin_pass()
         found.append(gradient(run.net).norm())
     assert found[6] < 0.05
     assert found[-1] > 0.5 * run.own.norm()

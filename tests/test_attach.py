@@ -55,7 +55,7 @@ def test_models_that_cannot_be_exchanged_are_refused_with_the_remedy():
     check_parameters(names_of(two_devices))
 
 
-WHOLE = {"ratio": 1.0, "wire": "fp32"}
+EVERYTHING = {"ratio": 1.0, "wire": "fp32"}
 
 
 def halving(step: int) -> float:
@@ -134,16 +134,16 @@ def test_whatever_attach_raises_leaves_nothing_open(rank, world, error):
     """A user's function, a library or Ctrl+C may raise anything, at the second call of a step."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     sharded = fully_shard(four_layers(), mesh=mesh["shard"])
-    ways = {"ddp": (ddp(), {}), "fsdp.hook": (sharded, {"process_group": mesh["replicate"]})}
+    wrappers = {"ddp": (ddp(), {}), "fsdp.hook": (sharded, {"process_group": mesh["replicate"]})}
     attach(sharded, process_group=mesh["replicate"], ratio=0.1).close()  # groups of some ranks are kept
     before, hooks = ranks.open_now()[2], len(_global_optimizer_post_hooks)
-    for (way, (model, options)), step in itertools.product(ways.items(), STEPS):
-        path = f"lightning_topk.{step.format(way)}"
-        if way == "ddp" or "_own_group" not in path:
+    for (wrapper, (model, options)), step in itertools.product(wrappers.items(), STEPS):
+        path = f"lightning_topk.{step.format(wrapper)}"
+        if wrapper == "ddp" or "_own_group" not in path:
             with mock.patch(path, side_effect=error), pytest.raises(error):
                 attach(model, ratio=0.1, announce=lambda words: None, **options)
-        assert (ranks.open_now()[2], len(_global_optimizer_post_hooks)) == (before, hooks), (way, step)
-    for model, options in ways.values():
+        assert (ranks.open_now()[2], len(_global_optimizer_post_hooks)) == (before, hooks), (wrapper, step)
+    for model, options in wrappers.values():
         attach(model, ratio=0.1, **options)
 
 
@@ -164,7 +164,7 @@ def test_parameters_that_ddp_ignores_may_differ_by_rank(rank, world):
     """Each rank has its shard of an embedding, which hybrid-parallel models exchange themselves."""
     net = nn.Sequential(nn.Embedding((60, 40)[rank], 20), nn.Linear(20, 20))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
-    state = attach(model := ddp(net), **WHOLE, optimizer=SGD(net.parameters(), lr=0.1))
+    state = attach(model := ddp(net), **EVERYTHING, optimizer=SGD(net.parameters(), lr=0.1))
     model(torch.tensor([rank])).sum().backward()
     assert {*state.names.values()} == {"1.weight", "1.bias"}
     assert alike(net[1].weight.grad)
@@ -200,24 +200,24 @@ def test_own_schedules_and_functions_of_the_step_agree_across_ranks_or_are_refus
 
 
 @pytest.mark.parametrize(
-    ("sizes", "given", "local"),
+    ("sizes", "argument", "local"),
     [([2] * 4, None, 2), ([1] * 4, 2, 2), ([4] * 4, None, 4),
      ([8] * 4, None, 1), ([3, 3, 3, 1], None, 1), ([1] * 4, 3, 1)],
 )  # fmt: skip
 @on_ranks(4)
-def test_nodes_come_from_torchrun_and_those_of_several_gpus_are_one_worker(rank, world, sizes, given, local):
+def test_nodes_come_from_torchrun_and_those_of_several_gpus_are_one_worker(rank, world, sizes, argument, local):
     """On CPUs and on fake GPUs, with LOCAL_WORLD_SIZE by rank; uneven nodes stay sharded, with a message."""
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(sizes[rank])}):
         for gpus in (False, True):
             said: list[str] = []
             with mock.patch.object(agreement, "on_gpus", return_value=gpus):
-                state = attach(ddp(), local_world_size=given, announce=said.append, ratio=0.001)
+                state = attach(ddp(), local_world_size=argument, announce=said.append, ratio=0.001)
             topology = "hierarchical" if gpus and local == 2 else "sharded"
             assert (state.config.topology, state.local) == (topology, local)
             assert rank or any(f"topology={topology!r} on " in line for line in said)
-            warns = rank == 0 and local == 1 and (gpus or given is not None)
+            warns = rank == 0 and local == 1 and (gpus or argument is not None)
             assert sum("topology='sharded' is in force, since" in line for line in said) == warns, said
-        if given is None and local == 1:
+        if argument is None and local == 1:
             refused = refusal(attach, ddp(), topology="hierarchical")
             assert "needs the same number of ranks on every node, but LOCAL_WORLD_SIZE is [" in refused
 
@@ -279,7 +279,7 @@ def test_notices_are_given_once_and_on_one_rank(rank, world):
 def test_layers_frozen_before_attach_are_exchanged_once_they_are_trained(rank, world):
     net = four_layers()
     model, _ = ddp(net), net[1].requires_grad_(False)
-    attach(model, **WHOLE)
+    attach(model, **EVERYTHING)
     assert not net[1].weight.requires_grad
     net[1].requires_grad_(True)
     alone = copy.deepcopy(net)
@@ -311,8 +311,8 @@ def test_copies_of_an_attached_model_train_with_plain_ddp_and_warn(rank, world):
                 each.load_state_dict(plain.state_dict())
                 each.zero_grad()
                 loss_of(each, rank, 1).backward()
-                for given, expected in zip(each.parameters(), plain.parameters(), strict=True):
-                    assert torch.equal(given.grad, expected.grad)
+                for found, expected in zip(each.parameters(), plain.parameters(), strict=True):
+                    assert torch.equal(found.grad, expected.grad)
             assert state.report().bytes["uplink"] > 0
             again = attach(made[0], ratio=0.1)  # as the warning says
             loss_of(made[0], rank, 2).backward()
@@ -333,7 +333,7 @@ def test_a_model_is_attached_again_whether_its_state_is_open_or_closed(rank, wor
             first.close()
             assert "this TopKState was closed. " in refusal(loss_of(model, rank, 1).backward)
         before = ranks.open_now()
-        again = attach(model, residuals=first.residuals, **WHOLE, optimizer=SGD(net.parameters(), lr=0.1))
+        again = attach(model, residuals=first.residuals, **EVERYTHING, optimizer=SGD(net.parameters(), lr=0.1))
         first.close()  # changes nothing
         net.zero_grad()
         loss_of(model, rank, 1).backward()
@@ -350,7 +350,7 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
     for compressed in (False, True):
         model = ddp(four_layers())
         if compressed:
-            attach(model, **WHOLE)
+            attach(model, **EVERYTHING)
         with model.join():
             train(model, rank, range(3 + 2 * rank), SGD(model.parameters(), lr=0.1))
         ends.append(ranks.weights(model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -46,8 +47,15 @@ def run(monkeypatch, *words: str, main: Callable[[], None] = commands.main) -> N
 
 def test_select_and_wire_compare_with_passes_over_memory_and_with_the_entropy(monkeypatch):
     monkeypatch.setattr(select, "_memory", lambda *_: None)
-    assert len(select.run(numel=200_000).checks) == 8  # a worker and a server at three densities, two optimizers
-    assert [check.holds for check in wire.run().checks] == [True] * 4
+    steps = itertools.product(("0.001", "0.01", "0.12, int4"), ("worker", "server"))
+    said = [f"a {who}'s whole compress step at {density}" for density, who in steps]
+    said += [f"adapted momentum, beyond a step of {name}" for name in ("SGD", "AdamW, fused")]
+    found = {check.statement: float(check.measured) for check in select.run(numel=200_000).checks}
+    assert [*found] == [f"{each}, in units of add_ + zero_" for each in said]
+    assert min([*found.values()][:6]) > 0
+    held = {check.statement: check.holds for check in wire.run().checks}
+    bounds = [f"of {bound}, at {ratio}, the worst" for ratio in (0.001, 0.01) for bound in ("entropy", "the bound")]
+    assert held == dict.fromkeys(bounds, True)
 
 
 def test_an_exchange_needs_little_memory_beyond_its_residuals():

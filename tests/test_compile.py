@@ -102,9 +102,9 @@ def assembled(name: str, arch: int, aligned: bool, folder: Path) -> tuple[str, s
     from triton.compiler import ASTSource
 
     function, arguments, options = LAUNCHES[name]
-    given = list(zip(function.params, arguments, strict=True))
-    signature = {param.name: "constexpr" if param.is_constexpr else kind(value) for param, value in given}
-    values = {(n,): value for n, (param, value) in enumerate(given) if param.is_constexpr}
+    pairs = list(zip(function.params, arguments, strict=True))
+    signature = {param.name: "constexpr" if param.is_constexpr else kind(value) for param, value in pairs}
+    values = {(n,): value for n, (param, value) in enumerate(pairs) if param.is_constexpr}
     kinds = enumerate(signature.items())
     even = [n for n, (argument, kind) in kinds if kind[0] == "*" or (aligned and argument == "shards")]
     source = ASTSource(function, signature, values, {(n,): [["tt.divisibility", 16]] for n in even})
@@ -124,7 +124,7 @@ ON = {"fp32": (A100, H100), "bf16": (H100,), "int8": (A100,), "int4": (H100,), "
 
 @pytest.mark.parametrize(
     ("name", "arch", "aligned"),
-    [(name, *way) for name in LAUNCHES for way in ON["scaled" if "scaled" in name else name.split()[1]]],
+    [(name, *target) for name in LAUNCHES for target in ON["scaled" if "scaled" in name else name.split()[1]]],
 )
 def test_a_kernel_compiles_with_next_to_no_spills_and_moves_16_bytes_at_a_time(tmp_path, name, arch, aligned):
     usage, code = assembled(name, arch, aligned, tmp_path)

@@ -41,11 +41,7 @@ BAD = [
     ({"clip_norm": 0}, ValueError, r"clip_norm=0 must be positive"),
     ({"dense_parameters": 5}, TypeError, r"dense_parameters=5 must be a name pattern, or several"),
     ({"topology": "dense", "momentum": 0.9}, ValueError, r"momentum=0\.9 .* do not all have with topology='dense'"),
-    (
-        {"dense_parameters": "*", "momentum": 0.9, "error_feedback": False},
-        ValueError,
-        "with dense_.* and error_f",
-    ),
+    ({"dense_parameters": "*", "momentum": 0.9, "error_feedback": False}, ValueError, "with dense_.* and error_f"),
     ({"topology": "ring"}, ValueError, r"topology='ring' is unknown; it must be one of 'sharded', 'single_server'"),
     ({"topology": "allgather"}, ValueError, r"bidirectional=True is incompatible with topology='allgather'.*Pass"),
 ]
@@ -155,14 +151,14 @@ def test_numpy_numbers_and_sets_become_plain_values():
     ],
 )
 def test_settings_without_effect_are_named(settings, world, words):
-    given = TopKConfig(**settings)
-    resolved = given.resolve(world, world) if world > 1 else given.dense
-    said = startup_warnings(given, resolved, world, has_optimizers=True)
+    config = TopKConfig(**settings)
+    resolved = config.resolve(world, world) if world > 1 else config.dense
+    said = startup_warnings(config, resolved, world, has_optimizers=True)
     assert all(re.search(expected, remark) for remark, expected in zip(said, words, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("given", "nodes", "ranks", "gpus", "name"),
+    ("topology", "nodes", "ranks", "gpus", "name"),
     [
         (None, 4, 8, True, "hierarchical"),
         (None, 4, 8, False, "sharded"),  # on CPUs a dense exchange inside a node costs more than it saves
@@ -173,11 +169,11 @@ def test_settings_without_effect_are_named(settings, world, words):
         ("hierarchical", 1, 8, True, "dense"),
     ],
 )
-def test_the_default_topology_follows_the_nodes_and_a_given_one_is_used(given, nodes, ranks, gpus, name):
+def test_the_default_topology_follows_the_nodes_and_a_chosen_one_is_used(topology, nodes, ranks, gpus, name):
     for amount in ({"saving": 50}, {"ratio": 0.001, "bidirectional": True}):
-        found = TopKConfig(topology=given, **amount).resolve(nodes * ranks, ranks, gpus)
+        found = TopKConfig(topology=topology, **amount).resolve(nodes * ranks, ranks, gpus)
         assert found.topology == name
-    alone = TopKConfig(topology=given, momentum=0.9).resolve(nodes * ranks, ranks, gpus)
+    alone = TopKConfig(topology=topology, momentum=0.9).resolve(nodes * ranks, ranks, gpus)
     assert alone.topology == ("sharded" if name == "dense" else name), "momentum stays on the workers"
 
 

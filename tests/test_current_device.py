@@ -117,11 +117,11 @@ def sharded_trainer(rank: int, world: int, tmp_path: Path) -> None:
     fit_sharded(rank, world, ckpt=tmp_path / "sharded", max_steps=6)
 
 
-@pytest.mark.parametrize("way", [ddp, some_ranks, fsdp, fabric, trainer, sharded_trainer])
+@pytest.mark.parametrize("train", [ddp, some_ranks, fsdp, fabric, trainer, sharded_trainer])
 @on_ranks(4)
-def test_objects_are_sent_through_the_models_device_in_every_way_to_train(rank, world, way, tmp_path):
+def test_objects_are_sent_through_the_models_device_in_every_way_to_train(rank, world, train, tmp_path):
     with asked_on_cpus() as seen:
-        way(rank, world, tmp_path)
+        train(rank, world, tmp_path)
     assert set(seen) == {CPU}, seen
     assert len(seen) > 3
 

@@ -4,17 +4,26 @@ import ast
 import inspect
 import re
 import shlex
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-from groups import script
+import torch
+from groups import on_ranks, script
+from ranks import attached, batch, shared
 from test_bench import run
+from torch import nn
 
 import lightning_topk
 import lightning_topk.fabric
 from lab import commands
 from lightning_topk import TopKConfig, __main__
+from lightning_topk.bucket import plan_step
+from lightning_topk.core.ops import fast
 
 ROOT = Path(__file__).parents[1]
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
@@ -118,8 +127,8 @@ def test_messages_of_the_package_name_existing_pages():
 def test_every_public_name_is_in_the_reference():
     page = (ROOT / ".ci" / "reference" / "index.rst").read_text()
     modules = ("schedule", "fabric", "metrics", "select")
-    whole = {name for module in modules for name in dir(getattr(lightning_topk, module)) if module in page}
-    missing = [name for name in lightning_topk.__all__ if f"lightning_topk.{name}" not in page and name not in whole]
+    listed = {name for module in modules for name in dir(getattr(lightning_topk, module)) if module in page}
+    missing = [name for name in lightning_topk.__all__ if f"lightning_topk.{name}" not in page and name not in listed]
     assert missing == ["__version__"]
 
 
@@ -152,3 +161,64 @@ def test_the_first_lines_of_the_readme_train(tmp_path):
     path = tmp_path / "first.py"
     path.write_text("\n".join(code))
     assert script(path, log=tmp_path / "log", folder=tmp_path).rstrip().endswith("True")
+
+
+PACKAGE = Path(lightning_topk.__file__).parent
+FILES = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")]
+ELSEWHERE = re.compile(r"adapters/(fsdp|lightning)/|core/ops/(cuda|kernels)\.py")
+"""Files that do not run on CPUs with DDP, which a list may name."""
+
+
+def check_list(head: str, ran: set[str], before: set[str] = frozenset()) -> None:
+    """Fails unless a list of CONTRIBUTING names all files that ran, and else only such as ran ``before``."""
+    (text,) = re.findall(rf"^## {head}\n(.*?)^## ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
+    listed = set()
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        (file,) = [name] if name in FILES else [each for each in FILES if each.endswith(f"/{name}")]
+        listed |= set() if ELSEWHERE.match(file) else {file}
+    wrong = sorted(ran - listed), sorted(listed - ran - before)
+    assert wrong == ([], []), f"{head}: files that run and are not named, and that are named and do not run: {wrong}"
+
+
+@contextmanager
+def traced() -> Iterator[set[str]]:
+    """Collects the package's files of which a function runs meanwhile, in this thread or in one that starts."""
+    found = set()
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            found.add(path.relative_to(PACKAGE).as_posix())
+
+    for profiled in (threading, sys):
+        profiled.setprofile(note)
+    try:
+        yield found
+    finally:
+        for profiled in (threading, sys):
+            profiled.setprofile(None)
+
+
+@pytest.mark.skipif(fast(torch.device("cpu")) is None, reason="the list names the files of numba's version")
+@on_ranks(2)
+def test_the_ways_of_a_gradient_and_of_a_residual_name_the_files_that_run(rank, world):
+    net = nn.Sequential(*[nn.Linear(300, 300) for _ in range(3)])
+    optimizer = torch.optim.AdamW(net.parameters())
+    model, state = attached(net, {"bucket_cap_mb": 0.5}, saving=50, optimizer=optimizer)
+    with traced() as step:  # the lane starts its thread here
+        for number in range(4):
+            step.clear()  # the files of the last one remain
+            optimizer.zero_grad()
+            model(batch(rank, number, 300)).square().mean().backward()
+            optimizer.step()
+    with traced() as moved:
+        state.load_state_dict(shared(state.state_dict()))
+    assert len(state.last_buckets) == 2
+    check_list("The path of a gradient", step)
+    check_list("The way of a residual", moved, step)
+
+
+def test_the_way_of_a_setting_names_the_files_that_run():
+    with traced() as found:
+        plan_step(TopKConfig(saving=50).resolve(4, 1), [([90_000, 10_300], 4, (), 0)], 4)[0].codecs(0)
+    check_list("The way of a setting", found)

@@ -17,10 +17,10 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_NTAS
 def said(monkeypatch, capsys):
     """Runs the command with these variables of a launcher; returns its facts by name."""
 
-    def says(**given: str) -> dict[str, str]:
+    def says(**variables: str) -> dict[str, str]:
         for name in VARIABLES:
             monkeypatch.delenv(name, raising=False)
-        for name, value in given.items():
+        for name, value in variables.items():
             monkeypatch.setenv(name, value)
         run(monkeypatch, "env", main=__main__.main)
         return dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
@@ -43,7 +43,7 @@ def test_the_report_names_versions_devices_and_the_variables_that_steer_communic
 
 
 @pytest.mark.parametrize(
-    ("gpus", "given", "expected"),
+    ("gpus", "variables", "expected"),
     [
         (0, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, "8, 4 per node: gloo, topology sharded"),
         (4, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, "8, 4 per node: nccl, topology hierarchical"),
@@ -54,7 +54,7 @@ def test_the_report_names_versions_devices_and_the_variables_that_steer_communic
         (0, {"WORLD_SIZE": "eight"}, "invalid literal"),
     ],
 )
-def test_the_report_says_which_backend_and_topology_a_launch_gets(said, monkeypatch, gpus, given, expected):
+def test_the_report_says_which_backend_and_topology_a_launch_gets(said, monkeypatch, gpus, variables, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    assert said(**given)["ranks"].startswith(expected)
+    assert said(**variables)["ranks"].startswith(expected)

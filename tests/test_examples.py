@@ -67,8 +67,8 @@ callback = TopK(trainer, saving=50)
 trainer.add_callback(callback)
 batches = []
 
-def fits(module, args, given):
-    batches.append(len(given["input_ids"]))
+def fits(module, args, inputs):
+    batches.append(len(inputs["input_ids"]))
     if trainer.args.auto_find_batch_size and batches[-1] > 7:
         raise RuntimeError("CUDA out of memory.")
 

@@ -68,10 +68,8 @@ def test_without_a_process_group_a_module_is_set_up_as_by_ddp_strategy(monkeypat
     """Fabric's own tests replace DDP by a mock, and start no ranks."""
     made = mock.Mock()
     monkeypatch.setattr("lightning.fabric.strategies.ddp.DistributedDataParallel", made)
-    strategy, net = (
-        TopKStrategy(parallel_devices=[torch.device("cpu")] * 2, find_unused_parameters=True),
-        nn.Linear(1, 1),
-    )
+    strategy = TopKStrategy(parallel_devices=[torch.device("cpu")] * 2, find_unused_parameters=True)
+    net = nn.Linear(1, 1)
     assert strategy.setup_module(net) is made.return_value
     made.assert_called_once_with(module=net, device_ids=None, find_unused_parameters=True)
 

@@ -142,26 +142,26 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
     """Settings and options of an exchange, and whether Triton is installed."""
     flags = [*itertools.product((False, True), repeat=3)]
-    # Every topology with every selector, both ways and one way; wires and flags in turn.
+    # Every topology with every selector, in both directions and in one; wires and flags in turn.
     for number, ((topology, both), selector) in enumerate(itertools.product([*ROUTES, *ON_NODES], SELECTED)):
         settings = {"topology": topology, "bidirectional": both, "selector": selector, "wire": WIRES[number % 4]}
-        given = dict(zip(("scaled", "voted", "uncompressed"), flags[number % 8], strict=True))
-        yield settings, given, True
+        options = dict(zip(("scaled", "voted", "uncompressed"), flags[number % 8], strict=True))
+        yield settings, options, True
         if selector == "topk":
-            yield settings, given, False
+            yield settings, options, False
             yield settings, {"measure": Measure(error=True, per_layer=True)}, True
     # Every memory in every topology; ranks and dtypes in turn.
     for (i, topology), (j, memory) in itertools.product(enumerate(TOPOLOGIES), enumerate(MEMORIES)):
-        given = {"rank": (i + j) % 2, "dtype": DTYPES[(i + j // 2) % 4], "scaled": True}
-        yield {"topology": topology, **memory}, given, True
+        options = {"rank": (i + j) % 2, "dtype": DTYPES[(i + j // 2) % 4], "scaled": True}
+        yield {"topology": topology, **memory}, options, True
     for settings in presets.values():
         yield settings, {"voted": True, "scaled": True}, True
 
 
-@pytest.mark.parametrize(("settings", "given", "with_triton"), [*cases()], ids=str)
-def test_an_exchange_on_a_gpu_waits_for_nothing_and_mixes_no_devices(fake, monkeypatch, settings, given, with_triton):
+@pytest.mark.parametrize(("settings", "options", "with_triton"), [*cases()], ids=str)
+def test_an_exchange_on_a_gpu_waits_for_nothing_and_mixes_no_devices(fake, monkeypatch, settings, options, with_triton):
     monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
-    assert copies_of(TopKConfig(**{"ratio": 0.01, **settings}), **given) == []
+    assert copies_of(TopKConfig(**{"ratio": 0.01, **settings}), **options) == []
 
 
 def launches_of(plan: BucketPlan, dtype: torch.dtype, scaled: bool, applied: Applied = AS_IS) -> Launches:
@@ -214,13 +214,10 @@ STEPS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "with_triton"),
-    [*((name, True) for name in STEPS), ("SGD, decay", False), ("AdamW, capturable", False)],
+    ("name", "triton"), [*((name, True) for name in STEPS), ("SGD, decay", False), ("AdamW, capturable", False)]
 )
-def test_adapted_momentum_waits_for_nothing_and_launches_one_kernel_for_all_parameters(
-    fake, monkeypatch, name, with_triton
-):
-    monkeypatch.setattr(ops, "fast", lambda device: fake if with_triton else None)
+def test_adapted_momentum_waits_for_nothing_and_launches_one_kernel_for_all_parameters(fake, monkeypatch, name, triton):
+    monkeypatch.setattr(ops, "fast", lambda device: fake if triton else None)
     ops._kind.cache_clear()
     (kind, options), exchange = STEPS[name], torch.nn.Module()
     parameters = [torch.nn.Parameter(torch.empty(1000 + n, device=CUDA)) for n in range(30)]
@@ -237,7 +234,7 @@ def test_adapted_momentum_waits_for_nothing_and_launches_one_kernel_for_all_para
         adapted._adapt(optimizer)
     ops._kind.cache_clear()
     assert watch.found == []
-    if with_triton:
+    if triton:
         assert launches.count() == 1
     assert all(adapted._members[p].waited.nbytes == p.numel() for p in parameters)
     adapted._restore(optimizer)

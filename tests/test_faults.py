@@ -34,7 +34,7 @@ JOB = Path(__file__).with_name("job.py")
 
 @pytest.fixture
 def default_group(tmp_path):
-    """Makes this process the only rank of a default group with the given options; destroys it at the end."""
+    """Makes this process the only rank of a default group with these options; destroys it at the end."""
 
     def make(**options: Any) -> None:
         store = dist.FileStore(str(tmp_path / str(len(list(tmp_path.iterdir())))), 1)
@@ -56,12 +56,12 @@ def test_groups_that_torch_has_destroyed_are_dropped_silently(default_group):
 def test_exchanges_use_the_timeout_of_the_users_own_group(default_group):
     user, some, own = (timedelta(seconds=seconds) for seconds in (45, 44, 43))
     default_group(timeout=user)
-    for group, given, expected in (
+    for group, timeout, expected in (
         (None, None, user),
         (dist.new_group([0], timeout=some), None, some),
         (None, own, own),
     ):
-        state = TopKState(TopKConfig(), CPU, process_group=group, timeout=given)
+        state = TopKState(TopKConfig(), CPU, process_group=group, timeout=timeout)
         backend = state.groups.all._get_backend(torch.device("cpu"))
         state.close()
         assert backend.options._timeout == expected
@@ -194,17 +194,17 @@ OPTIONS = {"strategy": STRATEGY, "devices": 2, "num_nodes": 2, "max_epochs": 3, 
 TORCHRUN = "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --max-restarts=2 --rdzv-backend=c10d --rdzv-id=1"
 
 
-def launched(group: hosts.Hosts, way: str, folder: Path) -> list[tuple[int, str, str]]:
+def launched(group: hosts.Hosts, launcher: str, folder: Path) -> list[tuple[int, str, str]]:
     address, port = group.address.split(":")
     started, base = [], {"MASTER_ADDR": address, "MASTER_PORT": port}
-    victim = "3" if way == "torchrun" else "-1"  # between nodes, in the sixth step: four requests per step
+    victim = "3" if launcher == "torchrun" else "-1"  # between nodes, in the sixth step: four requests per step
     job = [str(JOB), str(folder), victim, str(4 * 5 + 2), json.dumps(OPTIONS)]
     for node in range(2):
-        if way == "torchrun":
+        if launcher == "torchrun":
             rendezvous = [f"--rdzv-endpoint={group.address}", f"--rdzv-conf=is_host={1 - node}"]
             options = [*TORCHRUN.split(), f"--local-addr=10.77.0.{node + 1}", *rendezvous]
             started.append(group.start(node, [sys.executable, *options, *job], {}))
-        elif way == "lightning":
+        elif launcher == "lightning":
             started.append(group.start(node, [sys.executable, *job], {**base, "NODE_RANK": str(node)}))
         else:
             for local in range(2):
@@ -224,17 +224,17 @@ def launched(group: hosts.Hosts, way: str, folder: Path) -> list[tuple[int, str,
 @pytest.mark.trainer
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_way_to_launch_two_nodes_trains_alike_and_a_rank_may_die(tmp_path):
+def test_every_launcher_of_two_nodes_trains_alike_and_a_rank_may_die(tmp_path):
     ends, said = {}, {}
     try:
         with hosts.emulate(2, "1gbit", 2) as group:
-            for way in ("slurm", "lightning", "torchrun"):
-                found = launched(group, way, tmp_path / way)
+            for launcher in ("slurm", "lightning", "torchrun"):
+                found = launched(group, launcher, tmp_path / launcher)
                 assert all(code == 0 for code, *_ in found), "\n".join(str(each) for each in found)
-                end = torch.load(tmp_path / way / "epoch=2.ckpt", weights_only=True)
+                end = torch.load(tmp_path / launcher / "epoch=2.ckpt", weights_only=True)
                 assert end["lightning_topk"]["steps"] == 12
-                ends[way] = torch.cat([weight.flatten() for weight in end["state_dict"].values()])
-                said[way] = found[0][1:]
+                ends[launcher] = torch.cat([weight.flatten() for weight in end["state_dict"].values()])
+                said[launcher] = found[0][1:]
     except RuntimeError as error:  # a container may be root without the right to make namespaces
         pytest.skip(f"no network namespaces here: {error}")
     assert torch.equal(ends["lightning"], ends["slurm"])

@@ -131,14 +131,10 @@ FEATURES: dict[str, tuple[Callable[[], Module], dict[str, Any], dict[str, Any]]]
 def test_with_everything_sent_training_gives_the_weights_of_ddp(rank, world, name):
     module, options, ddp = FEATURES[name]
     ddp, ends = {"bucket_cap_mb": 0.001, **ddp}, []
-    for strategy in (
-        DDPStrategy(**ddp),
-        TopKStrategy(ratio=1.0, wire="fp32", **ddp),
-        TopKStrategy(ratio=0.1, **ddp),
-    ):
+    for strategy in (DDPStrategy(**ddp), TopKStrategy(ratio=1.0, wire="fp32", **ddp), TopKStrategy(ratio=0.1, **ddp)):
         model, callbacks = module(), options.get("callbacks", list)()
-        given = {"max_epochs": 2, **options, "callbacks": callbacks, "monitor": isinstance(strategy, TopKStrategy)}
-        fit(rank, world, model, strategy, **given)
+        arguments = {"max_epochs": 2, **options, "callbacks": callbacks, "monitor": isinstance(strategy, TopKStrategy)}
+        fit(rank, world, model, strategy, **arguments)
         ends.append(weights(model).double())
     plain, everything, compressed = ends
     assert alike(torch.stack(ends))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from groups import on_ranks
-from ranks import Net, alike, attach, batch, every_rank, gradient, loss_of, mean_over_ranks, undelivered, weights
+from ranks import Net, alike, attach, batch, gradient, loss_of, mean_over_ranks, undelivered, weights
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -64,7 +64,7 @@ class Watched:
     """Sums the gradients that a state's hooks receive (as the mean over the replicas) and deliver, by parameter."""
 
     def __init__(self, state: Any) -> None:
-        self.given: dict = {}
+        self.computed: dict = {}
         self.delivered: dict = {}
         self._state, self.exchange, state.exchange = state, state.exchange, self._watched
 
@@ -74,9 +74,9 @@ class Watched:
         future = self.exchange(bucket, g, name, **options)
         future.wait()
         before, after = (mean / self._state.world).split(sizes), g.double().split(sizes)
-        for member, computed, arrived in zip(bucket, before, after, strict=True):
-            if computed.isfinite().all():
-                self.given[member] = self.given.get(member, 0) + computed
+        for member, mean, arrived in zip(bucket, before, after, strict=True):
+            if mean.isfinite().all():
+                self.computed[member] = self.computed.get(member, 0) + mean
                 self.delivered[member] = self.delivered.get(member, 0) + arrived
         return future
 
@@ -88,7 +88,7 @@ class Watched:
             left = worker.double() / self._state.world + server.double()
             dist.all_reduce(left, group=self._state.groups.all)
             found = self.delivered[member] + left
-            torch.testing.assert_close(found, self.given[member], atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(found, self.computed[member], atol=tolerance, rtol=tolerance)
 
 
 def harness(rank: int, world: int, nodes: int, local: int, settings: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ def harness(rank: int, world: int, nodes: int, local: int, settings: dict[str, A
     with ranks.Counted() as counted:
         for step in range(4):
             branch = (step + 1) % every != 0
-            computed.append(mean_over_ranks(ranks.local_gradient(alone, net, rank, step, branch=branch)))
+            computed.append(ranks.local_gradient(alone, net, rank, step, branch=branch))
             net.zero_grad()
             plan = state.predicted() if step and every > 4 else None
             counted.bytes.clear()
@@ -113,12 +113,12 @@ def harness(rank: int, world: int, nodes: int, local: int, settings: dict[str, A
             planned.append({**sent[-1], "collectives": both, "inter_node": local * both, "intra_node": 0})
             if plan is not None:
                 planned[-1] |= {name: getattr(plan, name) for name in ("uplink", "downlink", "inter_node")}
-    rows, left, names = every_rank(torch.stack(received)), undelivered(state, net), dict(net.named_parameters())
-    whole = {name: any(fnmatch(name, each) for each in patterns) for name in names}
-    exact = torch.cat([torch.full((p.numel(),), whole[name]) for name, p in names.items()])
+    names = dict(net.named_parameters())
+    uncompressed = {name: any(fnmatch(name, each) for each in patterns) for name in names}
+    exact = torch.cat([torch.full((p.numel(),), uncompressed[name]) for name, p in names.items()])
     schedule = every <= 4 or isinstance(settings.get("ratio"), ExponentialWarmup)
     settled = None if schedule else int("saving" in settings)  # small groups are sent whole once all are known
-    laws.check(torch.stack(computed), rows, left, sent, planned, exact, settled)
+    rows, left = ranks.check_laws(state, net, computed, received, sent, planned, exact=exact, settled=settled)
     assert (state.steps, {*state.names.values()}) == (4, {*names})
     assert rows.any()
     assert left.any() == (nodes > 1)
@@ -345,10 +345,10 @@ def test_tensor_parallel_halves_are_exchanged_as_shards_and_copies_whole(rank, w
     watched = Watched(state)
     train(net)
     watched.check()
-    whole = {state.names[member] for member in state.names.keys() - state.buckets.compressed}
+    uncompressed = {state.names[member] for member in state.names.keys() - state.buckets.compressed}
     kept = state.full_state_dict()["parameters"]
     assert alike(torch.cat([p.to_local() for p in net[3].parameters()]).detach())
-    assert whole == {"3.weight", "3.bias", "2.bias"}
+    assert uncompressed == {"3.weight", "3.bias", "2.bias"}
     assert rank or kept["0.weight"]["residual"].shape == (800,)
 
 
@@ -430,7 +430,7 @@ def test_ranks_may_use_different_parameters_if_fsdp_reduces_unused_ones(rank, wo
         net.zero_grad()
         loss_of(net, rank, step, scale=(step + rank) % 3 == 0).backward()
     watched.check()
-    assert len(watched.given) == len(list(net.parameters()))
+    assert len(watched.computed) == len(list(net.parameters()))
 
 
 UNWRAPPED = nn.Identity()
@@ -459,10 +459,11 @@ def blocks(
 @on_ranks(4)
 def test_checkpointed_and_offloaded_blocks_learn_the_same_bits(rank, world):
     nested = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)  # a backward pass in another one
-    ways: list[dict[str, Any]] = [{way: wrap} for way in ("around", "beyond") for wrap in (checkpoint_wrapper, nested)]
-    ways += [{"reentrant": True}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}]
-    expected, found = blocks(rank), [blocks(rank, **way) for way in ways]
-    assert [way for way, learned in zip(ways, found, strict=True) if not torch.equal(learned, expected)] == []
+    wrappers = [(place, wrap) for place in ("around", "beyond") for wrap in (checkpoint_wrapper, nested)]
+    cases = [*({place: wrap} for place, wrap in wrappers), {"reentrant": True}]
+    cases.append({"offload_policy": CPUOffloadPolicy(pin_memory=False)})
+    expected, found = blocks(rank), [blocks(rank, **options) for options in cases]
+    assert [options for options, learned in zip(cases, found, strict=True) if not torch.equal(learned, expected)] == []
 
 
 @on_ranks(4)
@@ -470,23 +471,23 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
     mesh, other = mesh_of(2, 2), mesh_of(4, 1)
     crossed = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "shard"))
     inside, between, net = mesh["shard"], mesh["replicate"], partial(Net, empty=False)
-    several, partly, taken, whole = net(), net(), sharded(net(), inside), sharded(net(), inside)
+    several, partly, taken, fully = net(), net(), sharded(net(), inside), sharded(net(), inside)
     fully_shard(several.first, mesh=other["shard"])
     fully_shard(several, mesh=inside)
     fully_shard(partly.first, mesh=inside)
     attach(taken, process_group=between, ratio=0.1)
     cases = {
-        "one dimension of a device mesh. Pass mesh['replicate']": (whole, {"ratio": 0.1}),
-        "must hold the same shard, each on a different node": (whole, {"process_group": inside}),
+        "one dimension of a device mesh. Pass mesh['replicate']": (fully, {"ratio": 0.1}),
+        "must hold the same shard, each on a different node": (fully, {"process_group": inside}),
         "with a replicate dimension": (sharded(net(), mesh), {"process_group": between}),
         "on several meshes": (several, {"process_group": between}),
         "'scale' (one of 5) is not sharded": (partly, {"process_group": between}),
         "no gradient to exchange": (sharded(net().requires_grad_(False), inside), {"process_group": between}),
-        "clip every shard by its own norm": (whole, {"process_group": between, "clip_norm": 1.0}),
+        "clip every shard by its own norm": (fully, {"process_group": between, "clip_norm": 1.0}),
         "Close the earlier state first": (taken, {"process_group": between}),
-        "local_world_size=2 applies only to DDP models": (whole, {"process_group": between, "local_world_size": 2}),
+        "local_world_size=2 applies only to DDP models": (fully, {"process_group": between, "local_world_size": 2}),
         "process_group= applies only to models wrapped by fully_shard": (net(), {"process_group": between}),
-        "the index of the shard is": (whole, {"process_group": crossed["replicate"]}),
+        "the index of the shard is": (fully, {"process_group": crossed["replicate"]}),
     }
     said = [(words, ranks.refusal(attach, model, **arguments)) for words, (model, arguments) in cases.items()]
     tied = ranks.four_layers()
@@ -569,28 +570,17 @@ def test_momentum_of_shards_stands_still_where_nothing_is_delivered(rank, world)
 def test_each_gradient_of_shards_counts_at_the_rate_of_its_step(rank, world):
     """Weights and biases, which share buckets, have schedules of their own, one a warm-up, a decay and a restart."""
     net, state = made(2, 2, optimizer=lambda: [optimizer])
-    parameters, alone = dict(net.named_parameters()), Net(empty=False)
-    biases = [p for name, p in parameters.items() if name.endswith("bias")]
-    others = [p for name, p in parameters.items() if not name.endswith("bias")]
+    biases = [p for name, p in net.named_parameters() if name.endswith("bias")]
+    others = [p for name, p in net.named_parameters() if not name.endswith("bias")]
     optimizer = torch.optim.SGD([{"params": others}, {"params": biases}], lr=0.05)
     factors = [0.01, 0.1, 1.0, 1.0, 0.5, 0.005, 1.0, 1.0], [1.0, 1.0, 0.3, 0.3, 0.2, 0.1, 0.1, 0.1]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [own.__getitem__ for own in factors])
-
-    def by_entry(values: dict[str, float]) -> Tensor:
-        return torch.cat([torch.full((p.numel(),), values[name]).double() for name, p in parameters.items()])
-
-    computed = received = 0
+    run = ranks.Run(rank, Net(empty=False), net, net, state, optimizer)
     for step in range(7):
-        own = mean_over_ranks(ranks.local_gradient(alone, net, rank, step))
-        ranks.train(net, rank, (step,))
-        rate = {name: optimizer.param_groups[name.endswith("bias")]["lr"] for name in parameters}
-        computed, received = computed + by_entry(rate) * own, received + by_entry(rate) * gradient(net).double()
-        optimizer.step()
+        run.backward(step)
+        run.step()
         scheduler.step()
-    units = state.residuals.units(state.optimizers.rates)
-    left = undelivered(state, net) * by_entry({state.names[member]: unit.rate for member, unit in units.items()})
-    assert left.norm() > 0.1 * received.norm(), "something waits"
-    torch.testing.assert_close(received + left, computed, atol=1e-6, rtol=1e-4)
+    run.check()
 
 
 @on_ranks(4)
@@ -603,8 +593,8 @@ def test_clipping_by_the_norm_of_all_shards_shows_on_each(rank, world):
         nn.utils.clip_grad_norm_(net.parameters(), 1e-2)
         optimizer.step()
         scheduler.step()
-    state.optimizers._clipping.begin_pass()
-    norm, _, evidence, _ = limit = state.optimizers._clipping._limit
+    state.begin_pass()
+    norm, _, evidence, _ = limit = ranks.users_clipping(state)
     same = alike(limit)
     torch.testing.assert_close(float(norm), 1e-2, atol=0, rtol=0.01)
     assert evidence > 0
@@ -649,19 +639,19 @@ def trained(rank: int, **settings: Any) -> tuple[nn.Module, Any, dict[str, Any]]
 
 
 def saved(rank: int, world: int, folder: Path, momentum: float) -> None:
-    net, state, whole = trained(rank, momentum=momentum, optimizer=list)
+    net, state, entry = trained(rank, momentum=momentum, optimizer=list)
     dcp.save({"model": net.state_dict(), "topk": state}, checkpoint_id=folder)
     if rank == 0:
-        torch.save(whole, folder / "whole.pt")
+        torch.save(entry, folder / "entry.pt")
 
 
 def loaded(rank: int, world: int, nodes: int, local: int, frozen: bool, folder: Path, full: bool, momentum: float):
     net = Net(empty=False)
     net.branch.requires_grad_(not frozen)
     net, state = made(nodes, local, net, momentum=momentum, optimizer=list)
-    whole = torch.load(folder / "whole.pt", weights_only=True)
+    entry = torch.load(folder / "entry.pt", weights_only=True)
     if full:
-        state.load_state_dict(whole)
+        state.load_state_dict(entry)
     else:
         dcp.load({"model": (model := net.state_dict()), "topk": state}, checkpoint_id=folder)
         net.load_state_dict(model)
@@ -669,7 +659,7 @@ def loaded(rank: int, world: int, nodes: int, local: int, frozen: bool, folder: 
     loss_of(net, rank, 9).backward()
     assert steps == 3
     if rank == 0:
-        expected = {name: sides for name, sides in whole["parameters"].items() if not (frozen and "branch" in name)}
+        expected = {name: sides for name, sides in entry["parameters"].items() if not (frozen and "branch" in name)}
         assert found.keys() == expected.keys()
         for name, sides in expected.items():
             assert found[name].keys() == sides.keys()

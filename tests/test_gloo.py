@@ -9,14 +9,13 @@ from fnmatch import fnmatch
 from typing import Any
 from unittest import mock
 
-import laws
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 from groups import on_ranks
 from laws import ON_NODES, ROUTES, SELECTED, WIRES
-from ranks import alike, attach, attached, every_rank, gradient, local_gradient, loss_of, mean_over_ranks, undelivered
+from ranks import alike, attach, attached, every_rank, gradient, local_gradient, loss_of, mean_over_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,10 +36,10 @@ MODES = {
 }
 SEVERAL = ("several_buckets", "find_unused_parameters")
 """Modes in which buckets differ in size and some parameters have no gradient: enough beside another axis."""
-WHOLE = {"ratio": 1.0, "wire": "fp32"}
+EVERYTHING = {"ratio": 1.0, "wire": "fp32"}
 SAVING = {"ratio": None, "saving": 8}
 """Each bucket has its own ratio."""
-SQUARE = [(*way, mode, (i + j) % 5, (i + 2 * j) % 5) for i, way in enumerate(ROUTES) for j, mode in enumerate(MODES)]
+SQUARE = [(*route, m, (i + j) % 5, (i + 2 * j) % 5) for i, route in enumerate(ROUTES) for j, m in enumerate(MODES)]
 """Topology, direction, mode, and two numbers below five: any two of these four (a topology with its direction) meet in
 some case, as in two orthogonal Latin squares. test_laws covers combinations of three and more in memory."""
 
@@ -54,7 +53,7 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
     config = TopKConfig(**{"ratio": 0.05, "bidirectional": bidirectional, "topology": topology, **settings})
     net, alone = ranks.Net().to(device), ranks.Net().to(device)
     ddp, state = attached(net, MODES[mode], config=config, local_world_size=local)
-    whole = {p for name, p in net.named_parameters() if any(fnmatch(name, each) for each in config.dense_parameters)}
+    dense = {p for name, p in net.named_parameters() if any(fnmatch(name, each) for each in config.dense_parameters)}
     computed, received, sent, planned, leaving, buckets = [], [], [], [], [], ()
     names = ("uplink", "downlink", "dense", "intra_node", "inter_node")
     with ranks.Counted() as counted:
@@ -74,7 +73,7 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
             plan = volume(
                 config, [[p.numel() for p in bucket] for bucket in buckets], world, rank, local=local,
                 parameters=[*map(len, buckets)] if some else None,
-                uncompressed=[[n for n, p in enumerate(bucket) if p in whole] for bucket in buckets],
+                uncompressed=[[n for n, p in enumerate(bucket) if p in dense] for bucket in buckets],
                 settled=settled,
             )  # fmt: skip
             planned.append({name: getattr(plan, name) for name in names} | {"": plan.uplink + plan.downlink})
@@ -83,30 +82,30 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
     node = every_rank(torch.tensor(leaving)).view(world // local, local, -1).sum(1)[rank // local]
     for counts, plans, nbytes in zip(sent, planned, node.tolist(), strict=True):
         counts["interface"], plans["interface"] = nbytes, plans["inter_node"]
-    means, rows = mean_over_ranks(torch.stack(computed)), every_rank(torch.stack(received))
-    left, known = undelivered(state, net), every_rank(torch.tensor(known))
+    known = every_rank(torch.tensor(known))
+    everything = (config.ratio, config.wire) == (1.0, "fp32") or topology == "dense"
+    exact = torch.cat([torch.full((p.numel(),), everything or p in dense) for p in net.parameters()])
+    # DDP regroups its buckets after the first steps
+    rows, _ = ranks.check_laws(state, net, computed, received, sent, planned, exact=exact, settled=2)
     assert known.eq(known[0]).all(), "every rank predicts the bytes of every rank"
     assert known[0, rank].tolist() == [planned[-1][name] for name in names]
     assert len(buckets) == 1 if mode == "one_bucket" else len(buckets) > 1
     assert rows.any()
-    everything = (config.ratio, config.wire) == (1.0, "fp32") or topology == "dense"
-    exact = torch.cat([torch.full((p.numel(),), everything or p in whole) for p in net.parameters()])
-    laws.check(means, rows, left, sent, planned, exact, settled=2)  # DDP regroups its buckets after the first steps
 
 
 @pytest.mark.parametrize(
     ("world", "topology", "bidirectional", "mode", "settings"),
     [
-        *(((2, 3, 4)[one % 3], *way, mode, {"wire": WIRES[other % 4]}) for *way, mode, one, other in SQUARE),
-        *(((2, 3)[other % 2], *way, mode, WHOLE) for *way, mode, one, other in SQUARE if one == 0),
-        *((3, *way, SEVERAL[0], {**SAVING, **more}) for way in ROUTES for more in ({}, {"dense_parameters": "scale"})),
+        *(((2, 3, 4)[one % 3], *route, mode, {"wire": WIRES[other % 4]}) for *route, mode, one, other in SQUARE),
+        *(((2, 3)[other % 2], *route, mode, EVERYTHING) for *route, mode, one, other in SQUARE if one == 0),
+        *((3, *route, SEVERAL[0], {**SAVING, **d}) for route in ROUTES for d in ({}, {"dense_parameters": "scale"})),
         (2, "sharded", True, "one_bucket", {**SAVING, "dense_parameters": "scale"}),
-        *((2, *way, SEVERAL[0], {"selector": selector}) for way, selector in zip(ROUTES, SELECTED, strict=True)),
-        *((4, *way, mode, {"local": 2}) for way in ON_NODES for mode in MODES),
-        *((6, *way, SEVERAL[n % 2], {"local": n}) for way, n in zip(ON_NODES, (3, 2, 3), strict=True)),
+        *((2, *route, SEVERAL[0], {"selector": selector}) for route, selector in zip(ROUTES, SELECTED, strict=True)),
+        *((4, *route, mode, {"local": 2}) for route in ON_NODES for mode in MODES),
+        *((6, *route, SEVERAL[n % 2], {"local": n}) for route, n in zip(ON_NODES, (3, 2, 3), strict=True)),
         *((4, name, name != "allgather", SEVERAL[0], {"local": 2}) for name in {name: 0 for name, _ in ROUTES}),
-        *((*way, mode, {"local": local, "dense_parameters": ("*.bias", "last.weight", "scale")})
-          for *way, local in [(3, "sharded", True, 1), (2, "allgather", False, 1), (4, "hierarchical", True, 2)]
+        *((*route, mode, {"local": local, "dense_parameters": ("*.bias", "last.weight", "scale")})
+          for *route, local in [(3, "sharded", True, 1), (2, "allgather", False, 1), (4, "hierarchical", True, 2)]
           for mode in SEVERAL),
     ],
     ids=str,
@@ -118,7 +117,7 @@ def test_laws_hold(groups, world, topology, bidirectional, mode, settings):
 @pytest.mark.parametrize(
     ("topology", "bidirectional", "wire", "nodes", "local"),
     [
-        *((*way, wire, (2, 3, 4)[(i + j) % 3], 1) for i, way in enumerate(ROUTES) for j, wire in enumerate(WIRES)),
+        *((*route, wire, (2, 3, 4)[(i + j) % 3], 1) for i, route in enumerate(ROUTES) for j, wire in enumerate(WIRES)),
         *(("hierarchical", True, wire, *((2, 2), (2, 3), (3, 2))[j % 3]) for j, wire in enumerate(WIRES)),
     ],
 )
@@ -130,12 +129,12 @@ def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional,
     end = simulated.plan.endpoint(rank, torch.float32, torch.device("cpu"))
     residuals = mock.Mock(endpoint=lambda *_: end)
     for step in range(4):
-        given = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
-        mine = given[rank].clone()
+        inputs = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
+        mine = inputs[rank].clone()
         job = Job(mine, (), simulated.plan, "", None, None, Pass(step, 0, residuals))
         with pytest.raises(StopIteration):
             next(job.run(groups))
-        results.append((mine, simulated.step(given)[rank]))
+        results.append((mine, simulated.step(inputs)[rank]))
     for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
         results.append((real.memory.tensors()["residual"], imagined.memory.tensors()["residual"]))
     assert all(torch.equal(real, imagined) for real, imagined in results)
@@ -159,7 +158,7 @@ def test_random_delays_neither_deadlock_nor_mix_buckets_up(rank, world, topology
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(20, 20) for _ in range(6)])
     options = {"bucket_cap_mb": 0.001, "find_unused_parameters": settings.pop("votes", False)}
-    ddp, state = attached(net, options, **WHOLE, topology=topology, bidirectional=bidirectional, **settings)
+    ddp, state = attached(net, options, **EVERYTHING, topology=topology, bidirectional=bidirectional, **settings)
     delays, alone = torch.Generator().manual_seed(rank), copy.deepcopy(net)
     for parameter in net.parameters():
         parameter.register_hook(lambda _: time.sleep(0.004 * torch.rand((), generator=delays).item()))
@@ -205,9 +204,7 @@ def test_a_small_model_is_exchanged_as_one_bucket(rank, world, options):
         assert [len(bucket) for bucket in state.last_buckets] == [6]
         before = state.report()
     assert before.exchanges == 1
-    laws.check(
-        mean_over_ranks(torch.stack(computed)), every_rank(torch.stack(received)), undelivered(state, net), [], []
-    )
+    ranks.check_laws(state, net, computed, received)
 
 
 @on_ranks(2)
@@ -240,7 +237,7 @@ def test_two_buckets_do_not_deadlock_where_torch_checks_collectives(rank, world)
 def test_parameters_that_ddp_ignores_are_not_exchanged(rank, world):
     net = nn.Sequential(nn.Linear(20, 3), nn.Linear(3, 3))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["1.weight", "1.bias"])
-    ddp, state = attached(net, **WHOLE)
+    ddp, state = attached(net, **EVERYTHING)
     loss_of(ddp, rank, 0).backward()
     assert alike(net[0].weight.grad)
     assert not alike(net[1].weight.grad)
@@ -252,13 +249,13 @@ def test_parameters_that_ddp_ignores_are_not_exchanged(rank, world):
 def test_closed_states_of_some_ranks_leave_their_groups_to_the_next(rank, world):
     """Counts threads, files and groups after each round of states, which were open at the same time and stay known."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    whole = dist.new_group(list(range(world)))
+    everyone = dist.new_group(list(range(world)))
     counts, known = [], []
     for round_ in range(4):
         known.append(states := [])
         for group, settings in (
             (halves[rank // 2], {}),
-            (whole, {"topology": "hierarchical", "local_world_size": 2}),
+            (everyone, {"topology": "hierarchical", "local_world_size": 2}),
             (halves[rank // 2], {}),
         ):
             ddp, state = attached(nn.Linear(20, 30), {"process_group": group}, ratio=0.1, **settings)
@@ -267,7 +264,7 @@ def test_closed_states_of_some_ranks_leave_their_groups_to_the_next(rank, world)
         for state in states if (rank + round_) % 2 else reversed(states):
             state.close()
         counts.append(ranks.open_now())
-    for group in (*halves, whole):
+    for group in (*halves, everyone):
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
     assert all(now < before + 3 for now, before in zip(counts[-1], counts[0], strict=True)), "3 would be one state's"
@@ -275,9 +272,9 @@ def test_closed_states_of_some_ranks_leave_their_groups_to_the_next(rank, world)
 
 @on_ranks(2)
 def test_groups_of_a_failed_exchange_are_not_reused(rank, world):
-    whole, states = dist.new_group([0, 1]), []
+    everyone, states = dist.new_group([0, 1]), []
     for spoilt in (True, False):
-        ddp, state = attached(nn.Linear(20, 5), {"process_group": whole}, ratio=0.5, timeout=timedelta(seconds=2))
+        ddp, state = attached(nn.Linear(20, 5), {"process_group": everyone}, ratio=0.5, timeout=timedelta(seconds=2))
         states.append(state.groups.all)
         if spoilt and rank == 1:
             state.residuals.endpoint = mock.Mock(side_effect=ValueError("out of luck"))
@@ -285,26 +282,15 @@ def test_groups_of_a_failed_exchange_are_not_reused(rank, world):
         with pytest.raises(RuntimeError, match=words) if spoilt else nullcontext():
             loss_of(ddp, rank, 0).backward()
         state.close()
-    dist.destroy_process_group(whole)
+    dist.destroy_process_group(everyone)
     assert states[0] is not states[1]
-
-
-class Bad(nn.Module):
-    """Two layers in buckets of their own, whose gradients are infinite in one step; reads happen in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(20, 60), nn.Linear(60, 20)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x))
 
 
 @on_ranks(2)
 def test_reads_in_the_middle_of_backward_give_the_state_after_the_last_whole_pass(rank, world):
-    """From the thread that runs backward and from another one; a pass counts once however many buckets are bad."""
-    net, seen, bad = Bad(), [], [False]
+    """Each of two layers has a bucket, and both are infinite in one step, which counts once. Two threads read."""
+    torch.manual_seed(0)
+    net, seen, bad = nn.Sequential(nn.Linear(20, 60), nn.Linear(60, 20)), [], [False]
     model, state = attached(net, {"bucket_cap_mb": 0.003}, ratio=0.1)
 
     def read() -> tuple[int, int, bool, int]:
@@ -317,7 +303,7 @@ def test_reads_in_the_middle_of_backward_give_the_state_after_the_last_whole_pas
 
     for step in range(4):
         bad[0], report = step == 1, None
-        hooks = [p.register_hook(look) for p in (net.first.weight, net.last.weight)]
+        hooks = [p.register_hook(look) for p in (net[0].weight, net[1].weight)]
         time.sleep(0.05)  # all exchanges of the pass before have ended
         before = read()
         seen.clear()

@@ -73,7 +73,7 @@ def imports(path: Path) -> set[str]:
 
 
 def wing(module: str) -> str:
-    """The wing of a module of the package, given by its full name."""
+    """The wing of a module of the package, from its full name."""
     parts = module.removeprefix("lightning_topk.").split(".")
     return ".".join(parts[:2] if parts[0] == "adapters" else parts[:1])
 

@@ -51,7 +51,7 @@ def test_the_kernels_are_tried_before_they_are_used():
     cuda.attempt(torch.device(DEVICE))
 
 
-def given(name: str, numel: int) -> list[torch.Tensor]:
+def inputs(name: str, numel: int) -> list[torch.Tensor]:
     return [each.to(DEVICE) for each in residual_and_gradient(name, numel)]
 
 
@@ -86,7 +86,7 @@ def test_one_pass_selects_like_the_reference(name, shape):
     """At any density, the first of equal entries, and any number of them; missing entries are zeros."""
     numel, shards, k = shape
     layout = Layout(numel, shards)
-    e, x = given("zero" if name == "few" else name, numel)
+    e, x = inputs("zero" if name == "few" else name, numel)
     if name == "few":
         x[:: 5 * numel // k] = 1.0 + torch.arange(len(x[:: 5 * numel // k]), device=DEVICE)
     total = (e + x).clamp(-FLOAT.max, FLOAT.max)
@@ -112,7 +112,7 @@ def test_one_pass_selects_like_the_reference(name, shape):
 @pytest.mark.parametrize("width", [100] if INTERPRETED else [64, 100, 256])
 def test_selection_stays_exact_if_a_layers_columns_differ_in_scale(width):
     numel, k = (2**16, 655) if INTERPRETED else (2**17, 1310)
-    layout, (e, _) = Layout(numel, 2), given("normal", numel)
+    layout, (e, _) = Layout(numel, 2), inputs("normal", numel)
     e *= torch.logspace(-3, 3, width, device=DEVICE).repeat(-(-numel // width))[:numel]
     e[numel // 2 :] *= 100
     for _ in range(1 if INTERPRETED else 3):  # samples differ
@@ -126,7 +126,7 @@ def separate(e, x, layout, codec, delivered=None):
     """Payloads of a link's separate steps; the rest stays in ``e``, and ``x`` is zeroed."""
     with mock.patch.object(ops, "fast", return_value=None):  # a link chooses its sender when it is made
         link = Link(layout, TopK(), Residual(0, e.dtype, e.device), delivered)
-        assert link._send is None
+        assert ops.sender(e, layout, delivered) is None
         link.memory.residual = e
         payload, _ = link.send(x, codec)
     return payload
@@ -140,7 +140,7 @@ DTYPES = (
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float16),
 )
-"""dtypes of the delivered and of the given vector."""
+"""dtypes of the delivered vector and of the gradient."""
 RECEIVED = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES_RECEIVED = [(16_384, 1, 17), (NUMEL, 3, 1500), (NUMEL, 4, 25)]
 
@@ -152,10 +152,10 @@ def test_the_fused_send_equals_the_separate_steps(wire, shape):
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, k)
     one = SHAPES.index(shape) % len(DTYPES)
-    for delivered, given_as in [DTYPES[one]] if INTERPRETED else DTYPES:
-        e, x = given("normal", numel)
+    for delivered, dtype in [DTYPES[one]] if INTERPRETED else DTYPES:
+        e, x = inputs("normal", numel)
         e[numel // 2] = torch.finfo(e.dtype).max  # over the limit of most wires
-        x, kept = x.to(given_as), e.clone()
+        x, kept = x.to(dtype), e.clone()
         expected = separate(kept, x.clone(), layout, codec, delivered)
         assert torch.equal(fused(e, x, layout, codec, delivered), expected)
         assert torch.equal(e, kept)
@@ -165,7 +165,7 @@ def test_the_fused_send_equals_the_separate_steps(wire, shape):
 @on_a_device
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # in NumPy, which the interpreter uses
 @pytest.mark.parametrize(
-    ("case", "wire", "given_as"),
+    ("case", "wire", "dtype"),
     [
         ("overflowing", "fp32", torch.float32),
         ("nan", "fp32", torch.float32),
@@ -173,16 +173,16 @@ def test_the_fused_send_equals_the_separate_steps(wire, shape):
         ("nan", "int4", torch.bfloat16),
     ],
 )
-def test_the_fused_send_keeps_residuals_finite(case, wire, given_as):
+def test_the_fused_send_keeps_residuals_finite(case, wire, dtype):
     """A gradient that is not finite sends NaN and leaves the residual; of sums that overflow, some are not sent."""
     layout = Layout(NUMEL, 3)
     codec = Codec(WIRES[wire], layout.shard_size, 200)
-    e, x = given("normal", layout.numel)
+    e, x = inputs("normal", layout.numel)
     if case == "nan":
         x[77] = torch.nan
     else:
         e[::7] = x[::7] = torch.finfo(torch.float32).max
-    x, before, kept = x.to(given_as), e.clone(), e.clone()
+    x, before, kept = x.to(dtype), e.clone(), e.clone()
     expected, payload = separate(kept, x.clone(), layout, codec), fused(e, x, layout, codec)
     codec.check(payload)
     assert codec.read(payload, e.dtype)[1].isnan().all() if case == "nan" else torch.equal(payload, expected)
@@ -198,7 +198,7 @@ def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_writte
     """The residual includes the rounding of scaled values, which the receivers' dtype must hold."""
     layout, scale = Layout(5_001, 3), torch.tensor(scale, device=DEVICE)
     codec = Codec(WIRES[wire], layout.shard_size, 200)
-    e, x = (1e-6 * each for each in given("normal", layout.numel))
+    e, x = (1e-6 * each for each in inputs("normal", layout.numel))
     e[77] = 100.0  # times the scale, more than float16 holds
     scaled, (kept, plain) = (x * scale).to(dtype), (e.clone(), e.clone())
     x = scaled.float() * scale.reciprocal()
@@ -228,7 +228,7 @@ def test_a_bucket_is_dealt_to_the_ranks_of_a_node_and_back_like_in_the_reference
     sizes = (10_007, 3, 0, 1, 4096 * count, 17)
     plan = plan_bucket(TopKConfig(0.01, topology="hierarchical"), sizes, 2 * count, count)
     end = plan.endpoint(0, torch.float32, torch.device(DEVICE))
-    parts, x = end.plan.parts, given("normal", sum(sizes))[0]
+    parts, x = end.plan.parts, inputs("normal", sum(sizes))[0]
     if bad is not None:
         x[10_009] = bad
     with mock.patch.object(ops, "fast", return_value=cuda), mock.patch.object(ops, "on_cpu", return_value=False):
@@ -246,7 +246,7 @@ def test_a_bucket_is_dealt_to_the_ranks_of_a_node_and_back_like_in_the_reference
 @pytest.mark.parametrize("dtype", RECEIVED)
 @pytest.mark.parametrize("finite", [True, False])
 def test_a_bucket_is_marked_as_not_finite_like_in_the_reference(dtype, finite):
-    x, starts = given("normal", NUMEL)[0].to(dtype), torch.arange(0, NUMEL, 7, device=DEVICE)
+    x, starts = inputs("normal", NUMEL)[0].to(dtype), torch.arange(0, NUMEL, 7, device=DEVICE)
     condition, expected = torch.tensor([not finite, finite], device=DEVICE)[1], x.clone()
     cuda.nan_unless_(x, starts, condition)
     reference.nan_unless_(expected, starts, condition)
@@ -305,7 +305,7 @@ def test_the_laws_hold_in_whatever_order_the_programs_of_a_launch_run(monkeypatc
 @pytest.mark.parametrize("place", [0, 700, 900, -5, -1])
 def test_a_damaged_payload_fails_an_assertion_and_is_not_added(place):
     layout = Layout(20_001, 3)
-    codec, row = Codec(WIRES["fp32"], layout.shard_size, 200), reference.shard_rows(given("normal", 20_001)[0], layout)
+    codec, row = Codec(WIRES["fp32"], layout.shard_size, 200), reference.shard_rows(inputs("normal", 20_001)[0], layout)
     payload, _ = codec.encode(index := reference.topk_index(row, 200), row.gather(1, index))
     payload[1, place] ^= 4
     out = torch.zeros(20_001)
@@ -321,7 +321,7 @@ def test_the_fused_receive_equals_the_separate_steps(wire, shape):
     numel, shards, k = shape
     layout = Layout(numel, shards)
     codec = Codec(WIRES[wire], layout.shard_size, k)
-    rows = reference.shard_rows(given("normal", numel)[0], layout)
+    rows = reference.shard_rows(inputs("normal", numel)[0], layout)
     index = reference.topk_index(rows, k)
     for blow in (1.0, torch.nan):
         value = rows.gather(1, index)
@@ -358,7 +358,7 @@ def test_momentum_buffers_catch_up_in_one_launch_like_in_the_reference(dtype, sk
     for version in (cuda, reference):
         several = []
         for rule, numel in zip(rules, (3, 5_001, 2_048, 1_000, 300), strict=True):
-            buffer, gradient = (each.to(dtype) for each in given("normal", numel))
+            buffer, gradient = (each.to(dtype) for each in inputs("normal", numel))
             gradient[gradient.abs() < 1.5] = 0
             waited = (torch.arange(numel, device=DEVICE) % 256).clamp(max=254).to(torch.uint8)
             lent = torch.empty_like(gradient) if rule.lends else None

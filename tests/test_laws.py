@@ -122,7 +122,7 @@ VALUES = st.one_of(
 @st.composite
 def systems(draw):
     """A configuration, workers, elements, a dtype, some values, and a seed."""
-    topology, bidirectional = draw(st.sampled_from([*ROUTES, *(way for way in ON_NODES if way[0] != "dense")]))
+    topology, bidirectional = draw(st.sampled_from([*ROUTES, *(route for route in ON_NODES if route[0] != "dense")]))
     ratios = st.floats(1e-4, 1.0)
     config = TopKConfig(
         ratio=draw(ratios),
@@ -139,7 +139,7 @@ def systems(draw):
 
 
 def spotted(few, seed, dtype, world, numel, step):
-    """Noise with some of the given values."""
+    """Noise with some of these values."""
     generator = torch.Generator().manual_seed(3 * seed + step)
     spots = torch.randint(numel, (world, len(few)), generator=generator)
     noise = torch.randn(world, numel, generator=generator)
@@ -355,24 +355,21 @@ def test_a_damaged_payload_between_nodes_names_the_rank_that_sent_it(monkeypatch
 
 def failing(cluster: Cluster, gradients: list[torch.Tensor], at: int, used: torch.Tensor | None, scale) -> bool:
     """Lets request number ``at`` of a step fail on all ranks; returns whether there was one."""
-    paths = [
-        exchange(end, g, cluster.plan.codecs(cluster.steps, selector=end.uplink.selector), cluster.steps, scale, used)
-        for end, g in zip(cluster.endpoints, gradients, strict=True)
-    ]
-    replies: list = [None] * len(paths)
-    for _ in range(at + 1):
+
+    def failing_at(path):
         try:
-            requests = [path.send(reply) for path, reply in zip(paths, replies, strict=True)]
+            request = next(path)
+            for _ in range(at):
+                request = path.send((yield request))
         except StopIteration:
             return False
-        replies = [None] * len(paths)
-        for group in cluster._groups(requests[0].among, len(paths)):
-            for rank, reply in zip(group, simulator.answer([requests[rank] for rank in group]), strict=True):
-                replies[rank] = reply
-    for path in paths:
         with pytest.raises(ConnectionError):
             path.throw(ConnectionError("lost"))
-    return True
+        return True
+
+    codecs = [cluster.plan.codecs(cluster.steps, selector=end.uplink.selector) for end in cluster.endpoints]
+    several = zip(cluster.endpoints, gradients, codecs, strict=True)
+    return all(cluster.drive([failing_at(exchange(*each, cluster.steps, scale, used)) for each in several]))
 
 
 @everywhere
@@ -401,14 +398,14 @@ def test_a_request_that_fails_loses_at_most_the_steps_gradient(
         cluster = Cluster(config, world, sum(sizes), dtype, local, sizes, uncompressed)
         for step in range(3):
             cluster.step([(g * (scale or 1)).to(dtype) for g in gradients(world, 840, step)], scale=loss)
-        before, given = laws.undelivered(cluster).double(), [g.to(dtype) for g in gradients(world, 840, 9)]
-        mean = torch.stack(given).double().mean(0)
-        if not failing(cluster, [g * (scale or 1) for g in given], reached, used if some_unused else None, loss):
+        before, computed = laws.undelivered(cluster).double(), [g.to(dtype) for g in gradients(world, 840, 9)]
+        mean = torch.stack(computed).double().mean(0)
+        if not failing(cluster, [g * (scale or 1) for g in computed], reached, used if some_unused else None, loss):
             break
         lost = before + mean - laws.undelivered(cluster).double()
         either = torch.minimum(lost.abs(), (lost - mean).abs())
         assert either.max() < 1e-4 if dtype == torch.float32 else either.max() < 0.05, f"request {reached}"
-        rows = torch.stack(cluster.step([g * 0 for g in given], scale=loss))
+        rows = torch.stack(cluster.step([g * 0 for g in computed], scale=loss))
         assert rows.isfinite().all(), "the next step goes on"
         reached += 1
     assert reached >= 1
@@ -420,12 +417,12 @@ def test_an_error_of_a_selector_or_a_wire_loses_at_most_the_steps_gradient(topol
     config = TopKConfig(ratio=0.05, topology=topology, bidirectional=bidirectional, selector="gaussiank", wire="fp32")
     cluster = Cluster(config, 2, 1000)
     cluster.step(gradients(2, 1000, 0))
-    before, given = laws.undelivered(cluster), gradients(2, 1000, 1)
+    before, computed = laws.undelivered(cluster), gradients(2, 1000, 1)
     owner, name = (select.GaussianK, "select") if what == "select" else (Codec, "encode")
     broken = mock.Mock(side_effect=KeyError("of the user"))
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, broken)
-        for end, g in zip(cluster.endpoints, given, strict=True):
+        for end, g in zip(cluster.endpoints, computed, strict=True):
             with pytest.raises(KeyError):
                 next(exchange(end, g.clone(), cluster.plan.codecs(1, selector=end.uplink.selector), 1))
-    torch.testing.assert_close(laws.undelivered(cluster), before + torch.stack(given).mean(0))
+    torch.testing.assert_close(laws.undelivered(cluster), before + torch.stack(computed).mean(0))

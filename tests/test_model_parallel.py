@@ -51,8 +51,7 @@ def fit(rank: int, world: int, model=None, ckpt=None, callbacks=(), local: int =
 
 
 @pytest.mark.parametrize(
-    ("options", "offloaded"),
-    [({"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}, False), ({}, True)],
+    ("options", "offloaded"), [({"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}, False), ({}, True)]
 )
 @on_ranks(4)
 def test_with_everything_sent_nodes_learn_as_one_process(rank, world, options, offloaded):
@@ -101,10 +100,10 @@ def test_a_fit_is_monitored_and_a_second_fit_continues_unless_of_another_model(r
     assert "topk/error/net.0.weight" in logged
 
 
-@pytest.mark.parametrize(("whole", "keeps"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(("one_file", "keeps"), [(False, True), (True, True), (False, False)])
 @on_ranks(4)
-def test_a_run_resumes_with_its_residuals_from_a_folder_or_a_file(rank, world, tmp_path, whole, keeps):
-    settings = {"adapt_momentum": False, "residual_checkpoint": keeps, "save_distributed_checkpoint": not whole}
+def test_a_run_resumes_with_its_residuals_from_a_folder_or_a_file(rank, world, tmp_path, one_file, keeps):
+    settings = {"adapt_momentum": False, "residual_checkpoint": keeps, "save_distributed_checkpoint": not one_file}
     path = tmp_path / "run.ckpt"
     trainer, model = fit(rank, world, settings=settings)
     trainer.save_checkpoint(path)
@@ -171,12 +170,9 @@ class Unsharded(Model):
 @on_ranks(4)
 def test_invalid_node_sizes_and_unsharded_models_are_refused(rank, world):
     cases = {
-        "data_parallel_size=4 times tensor_parallel_size=1": (
-            Model(),
-            {"settings": {"data_parallel_size": 4}},
-        ),
+        "data_parallel_size=4 times tensor_parallel_size=1": (Model(), {"settings": {"data_parallel_size": 4}}),
         "4 ranks cannot be divided into nodes of 3": (Model(), {"local": 3}),
         "'net.2.weight' (one of 4) is not sharded by fully_shard": (Unsharded(), {}),
     }
-    said = [(words, refusal(fit, rank, world, model, **given)) for words, (model, given) in cases.items()]
+    said = [(words, refusal(fit, rank, world, model, **arguments)) for words, (model, arguments) in cases.items()]
     assert unsaid(said) == []

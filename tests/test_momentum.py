@@ -23,7 +23,7 @@ SIZE, STEPS = 64, 40
 
 
 def adapted(kind, like: torch.Tensor | int = SIZE, adapts: bool = True, **options) -> tuple:
-    """An optimizer and its parameter (ones, if a size is given), adapted as long as the optimizer lives."""
+    """An optimizer and its parameter (ones, if a size is passed), adapted as long as the optimizer lives."""
     parameter = nn.Parameter(torch.ones(like) if isinstance(like, int) else like)
     optimizer = kind([parameter], **{"lr": 0.1, **options})
     optimizer.exchange = nn.Module()
@@ -82,7 +82,7 @@ def literal(kind, gradients, lr, **options) -> torch.Tensor:
     return weights
 
 
-def stepped(optimizer, parameter, gradients, way="bare") -> torch.Tensor:
+def stepped(optimizer, parameter, gradients, call="bare") -> torch.Tensor:
     """The parameter after the steps of a training loop."""
     for gradient in gradients:
 
@@ -90,11 +90,11 @@ def stepped(optimizer, parameter, gradients, way="bare") -> torch.Tensor:
             parameter.grad = gradient.clone().view_as(parameter)
             return gradient.sum()
 
-        if way == "bare":
+        if call == "bare":
             closure()
             optimizer.step()
         else:
-            loss = optimizer.step(closure) if way == "closure" else optimizer.step(closure=closure)
+            loss = optimizer.step(closure) if call == "closure" else optimizer.step(closure=closure)
             assert loss == gradient.sum()
         own = optimizer.defaults["foreach"]  # with nesterov, torch itself changes the gradient
         assert own or torch.equal(parameter.grad.flatten(), gradient), "a step changed the gradient"
@@ -138,7 +138,7 @@ def test_parameters_of_other_dtypes_follow_the_same_rule(kind, dtype):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "way"),
+    ("kind", "options", "call"),
     [
         *((*each, "bare") for each in (*KINDS, *OTHERS)),
         (*KINDS[0], "closure"),
@@ -146,11 +146,11 @@ def test_parameters_of_other_dtypes_follow_the_same_rule(kind, dtype):
         (SGD, {"momentum": 1.0, "lr": 0.01}, "bare"),
     ],
 )
-def test_with_everything_delivered_or_momentum_of_1_the_users_optimizer_is_unchanged(kind, options, way):
+def test_with_everything_delivered_or_momentum_of_1_the_users_optimizer_is_unchanged(kind, options, call):
     ends, share = [], 0.2 if options.get("momentum") == 1 else 1.0
     for adapts in (True, False):
         optimizer, parameter = adapted(kind, adapts=adapts, **options)
-        ends.append({"weights": stepped(optimizer, parameter, delivered(share), way), **optimizer.state[parameter]})
+        ends.append({"weights": stepped(optimizer, parameter, delivered(share), call), **optimizer.state[parameter]})
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
 
 
@@ -158,9 +158,7 @@ def test_with_everything_delivered_or_momentum_of_1_the_users_optimizer_is_uncha
 def test_weight_decay_moves_no_entry_that_is_not_delivered(kind):
     """Adam would move it by the learning rate in each step, however small the decay."""
     optimizer, parameter = adapted(kind, weight_decay=1e-5)
-    found = stepped(
-        optimizer, parameter, [gradient.index_fill(0, torch.arange(SIZE // 2), 0) for gradient in delivered()]
-    )
+    found = stepped(optimizer, parameter, [g.index_fill(0, torch.arange(SIZE // 2), 0) for g in delivered()])
     assert torch.equal(found[: SIZE // 2], torch.ones(SIZE // 2))
     assert found[SIZE // 2 :].ne(1).any()
     assert optimizer.param_groups[0]["weight_decay"] == 1e-5
@@ -172,19 +170,19 @@ def test_other_parameters_in_the_group_step_as_without_adaptation(kind, options)
     """Also in fused steps under a scaler, which unscale gradients themselves."""
     options, found = {"weight_decay": 0.1, **options, **({"momentum": 0.9} if kind is SGD else {})}, []
     for adapts in (True, False):
-        (compressed, whole), exchange = (nn.Parameter(torch.ones(SIZE)) for _ in range(2)), nn.Module()
-        optimizer = kind([compressed, whole], lr=0.1, **options)
+        (compressed, uncompressed), exchange = (nn.Parameter(torch.ones(SIZE)) for _ in range(2)), nn.Module()
+        optimizer = kind([compressed, uncompressed], lr=0.1, **options)
         if adapts:
             exchange.adapted = {compressed}
             adapt_momentum([optimizer], exchange)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="fused" in options)
         for gradient in delivered(0.5):
-            compressed.grad, whole.grad = (scaler.scale(gradient.clone()) for _ in range(2))
+            compressed.grad, uncompressed.grad = (scaler.scale(gradient.clone()) for _ in range(2))
             scaler.step(optimizer)
             scaler.update()
-        found.append(whole.detach())
+        found.append(uncompressed.detach())
         (group,) = optimizer.param_groups
-        assert (group["weight_decay"], [*map(id, group["params"])]) == (0.1, [id(compressed), id(whole)])
+        assert (group["weight_decay"], [*map(id, group["params"])]) == (0.1, [id(compressed), id(uncompressed)])
     assert torch.equal(*found)
 
 

@@ -49,21 +49,9 @@ ROUNDING = {"fp32": 6e-8, "bf16": 0.004, "int8": 0.008, "int4": 0.076}
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(
     ("rows", "universe", "k"),
-    [
-        (1, 10, 3),
-        (5, 1000, 7),
-        (3, 1, 1),
-        (2, 2, 1),
-        (2, 256, 256),
-        (2, 1000, 1),
-        (3, 1000, 63),
-        (2, 1000, 64),
-        (3, 1000, 65),
-        (2, 300, 257),
-        (2, 70_000, 700),
-        (2, 2**26, 40),
-    ],
-)
+    [(1, 10, 3), (5, 1000, 7), (3, 1, 1), (2, 2, 1), (2, 256, 256), (2, 1000, 1), (3, 1000, 63), (2, 1000, 64),
+     (3, 1000, 65), (2, 300, 257), (2, 70_000, 700), (2, 2**26, 40)],
+)  # fmt: skip
 def test_a_decoded_payload_holds_what_the_codec_returned(wire, rows, universe, k):
     codec = Codec(WIRES[wire], universe, k)
     index, value = positions(universe, k, rows), torch.randn(rows, k)
@@ -182,17 +170,17 @@ def test_one_function_sends_and_receives_the_bits_of_the_separate_steps(name, wi
     e, x = residual_and_gradient(name, numel)
     ends = []
     for context in (nullcontext(), mock.patch.object(ops, "fast", return_value=None)):
-        given = x.clone()
+        gradient = x.clone()
         with context:
             link = Link(layout, TopK(), Residual(numel, torch.float32, torch.device("cpu")))
-            assert link._send is (None if ends else cpu.send)
+            assert ops.sender(e, layout, None) is (None if ends else cpu.send)
             link.memory.residual.copy_(e)
-            payloads, _ = link.send(given, codec)
+            payloads, _ = link.send(gradient, codec)
             rows = payloads[:1].repeat(3, 1)
             means = [aggregate(rows[:n], codec, torch.float32, torch.zeros(numel)) for n in (2, 3)]
             out, scaled = torch.zeros(2, numel)
             finite = deliver(payloads, codec, layout, out), deliver(payloads, codec, layout, scaled, torch.tensor(3.0))
-        ends.append([payloads, link.memory.residual, given, *finite, out, scaled, *means])
+        ends.append([payloads, link.memory.residual, gradient, *finite, out, scaled, *means])
     assert ends[0][1].isfinite().all()
     for fused, plain in zip(*ends, strict=True):
         assert torch.equal(fused, plain)
@@ -239,25 +227,25 @@ def test_momentum_buffers_catch_up_in_one_call_like_in_the_reference(formats, sc
     ends, before = [], [catching_up(shape, rule, 0) for rule in RULES for shape in ((7, 3, 20, 24), (1, 1, 1, 5))]
     laid_out = {"one": (), "channels_last": range(6), "different": (2,)}[formats]
     for version in (ops, reference):
-        given = []
+        copies = []
         for each in before:
-            copies = [None if x is None else x.clone() for x in each[:6]]
+            tensors = [None if x is None else x.clone() for x in each[:6]]
             for i in laid_out:
-                copies[i] = None if copies[i] is None else copies[i].to(memory_format=torch.channels_last)
-            given.append(Stepped(*copies, each.rule))
+                tensors[i] = None if tensors[i] is None else tensors[i].to(memory_format=torch.channels_last)
+            copies.append(Stepped(*tensors, each.rule))
         if version is ops:
             kinds = [
                 ops.kind_of(each.buffer, each.waited, each.parameter) if ops.alike(each.gradient, each.buffer) else None
-                for each in given
+                for each in copies
             ]
             with mock.patch.object(loops, "catch_up", wraps=loops.catch_up) as one_pass:
-                ops.catch_up_([*zip(given, kinds, strict=True)], factor, found_inf, {})
+                ops.catch_up_([*zip(copies, kinds, strict=True)], factor, found_inf, {})
             assert one_pass.call_count == 1
             assert kinds.count(None) == (len(RULES) if formats == "different" else 0)
         else:
-            for each in given:
+            for each in copies:
                 reference.catch_up_(each, factor, found_inf)
-        ends.append([[x for x in each[:6] if x is not None] for each in given])
+        ends.append([[x for x in each[:6] if x is not None] for each in copies])
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
     if skipped:
         for (b, waited, *_), own in zip(ends[0], before, strict=True):
@@ -298,12 +286,12 @@ NUMEL = 100_000
 @pytest.mark.parametrize("name", ["normal", "shifted", "laplace", "heavy", "uniform", "zero", "signs"])
 def test_no_selector_selects_more_than_k(selector, name):
     layout, k = Layout(NUMEL, 4), 25
-    given = vector(name, NUMEL)
-    index, value, count = selector.select(given, layout, k)
+    x = vector(name, NUMEL)
+    index, value, count = selector.select(x, layout, k)
     assert index.shape == value.shape == (4, k)
     assert 0 <= count <= 4 * k
     assert (index.diff(dim=1) >= 0).all()
-    assert torch.equal(value[value != 0], reference.shard_rows(given, layout).gather(1, index)[value != 0])
+    assert torch.equal(value[value != 0], reference.shard_rows(x, layout).gather(1, index)[value != 0])
 
 
 @pytest.mark.parametrize(("selector", "least"), [(GaussianK(), 0.6), (SampledK(), 0.6), (TrimmedK(), 1.0)])

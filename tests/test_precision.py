@@ -10,7 +10,7 @@ import torch
 from groups import on_ranks
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
-from ranks import every_rank, four_layers, gradient, held, loss_of, mean_over_ranks, undelivered, weights
+from ranks import four_layers, gradient, held, loss_of, undelivered, weights
 from torch.optim import SGD
 from trainers import Module, fit
 
@@ -54,15 +54,14 @@ class Run:
 
     def check(self) -> None:
         """Fails if the recorded steps break a law."""
-        computed, received = mean_over_ranks(torch.stack(self.computed)), every_rank(torch.stack(self.received))
-        laws.check(computed, received, undelivered(self.state, self.net), [], [], settled=None, rtol=1e-4)
+        ranks.check_laws(self.state, self.net, self.computed, self.received, settled=None, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("world", "topology", "bidirectional", "settings"),
     [
         *((3, *route, {}) for route in laws.ROUTES),
-        *((4, *way, {"local_world_size": 2, "dense_parameters": "*bias"}) for way in laws.ON_NODES),
+        *((4, *route, {"local_world_size": 2, "dense_parameters": "*bias"}) for route in laws.ON_NODES),
     ],
     ids=str,
 )
@@ -119,8 +118,8 @@ def test_residuals_do_not_depend_on_the_scales_history(topology, bidirectional):
     for scales in ([1.0] * 5, [65536.0] * 5, [2.0, 1024.0, 0.5, 8.0, 65536.0]):
         cluster, received = Cluster(config, 2, 1000), []
         for step, scale in enumerate(scales):
-            given = [g * scale for g in laws.gradients(2, 1000, step)]
-            received.append(cluster.step(given, scale=torch.tensor(scale))[0] / scale)
+            inputs = [g * scale for g in laws.gradients(2, 1000, step)]
+            received.append(cluster.step(inputs, scale=torch.tensor(scale))[0] / scale)
         kept = [part for end in cluster.endpoints for link in end.links for part in link.memory.tensors().values()]
         ends.append([*received, *kept])
     for end in ends[1:]:
@@ -133,9 +132,9 @@ def test_half_precision_gradients_that_vanish_without_the_scale_arrive(topology,
     """Law 5 for FSDP2's reduction in float16: with everything sent, the mean arrives to float16's precision."""
     config = TopKConfig(ratio=1.0, wire="fp32", topology=topology, bidirectional=bidirectional)
     cluster, scale = laws.cluster_of(config, 2, 1000, torch.float16), torch.tensor(65536.0)
-    given = [(g * magnitude * scale).half() for g in laws.gradients(len(cluster.endpoints), 1000, 0)]
-    mean = torch.stack(given).double().mean(0)
-    for received in cluster.step(given, scale=scale):
+    inputs = [(g * magnitude * scale).half() for g in laws.gradients(len(cluster.endpoints), 1000, 0)]
+    mean = torch.stack(inputs).double().mean(0)
+    for received in cluster.step(inputs, scale=scale):
         torch.testing.assert_close(received.double(), mean, rtol=2**-10, atol=2**-22)
 
 
@@ -149,13 +148,13 @@ def test_nothing_of_a_scaled_half_precision_gradient_is_lost(topology, bidirecti
     cluster = laws.cluster_of(config, 2, 1000, dtype)
     produced, delivered = torch.zeros(1000).double(), torch.zeros(1000).double()
     for step, scale in enumerate([2.0**24, 2.0**24, 3e7, 2.0**10, *[2.0**24] * 26]):
-        given = [(g * 1e-3).clamp(-2e-3, 2e-3) * scale for g in laws.gradients(len(cluster.endpoints), 1000, step % 2)]
-        given = [g.to(dtype) for g in given]
-        received = cluster.step(given, scale=torch.tensor(scale))
+        inputs = [(g * 1e-3).clamp(-2e-3, 2e-3) * scale for g in laws.gradients(len(cluster.endpoints), 1000, step % 2)]
+        inputs = [g.to(dtype) for g in inputs]
+        received = cluster.step(inputs, scale=torch.tensor(scale))
         assert all(torch.equal(each, received[0]) for each in received)
         assert received[0].isfinite().all()
         assert cluster.outcomes[0].finite
-        produced += torch.stack(given).double().mean(0) / scale
+        produced += torch.stack(inputs).double().mean(0) / scale
         delivered += received[0].double() / scale
     torch.testing.assert_close(delivered + laws.undelivered(cluster).double(), produced, atol=1e-7, rtol=1e-5)
 
@@ -203,8 +202,7 @@ def test_a_trainer_skips_a_step_that_is_not_finite_if_it_has_a_scaler_and_counts
 
 @pytest.mark.trainer
 @pytest.mark.parametrize(
-    ("precision", "bucket"),
-    [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)],
+    ("precision", "bucket"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)]
 )
 @on_ranks(2)
 def test_every_precision_trains(rank, world, precision, bucket):

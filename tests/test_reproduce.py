@@ -114,7 +114,7 @@ def test_simulated_power_sgd_delivers_low_ranks_exactly_and_loses_nothing():
     low = torch.randn(40, 2) @ torch.randn(2, 40)
     gradients = [torch.cat([scale * low.flatten(), torch.ones(7)]) for scale in (0.5, 1.0, 1.5)]
     torch.testing.assert_close(ranks.step(gradients)[2], gradients[1])
-    assert ranks.sent_bytes == {way: [4 * (2 * (40 + 40) + 7) * 2 // 3] * 3 for way in ("uplink", "downlink")}
+    assert ranks.sent_bytes == {link: [4 * (2 * (40 + 40) + 7) * 2 // 3] * 3 for link in ("uplink", "downlink")}
     total, delivered = torch.zeros(1607), torch.zeros(1607)
     for _ in range(5):
         gradients = [torch.randn(1607) for _ in range(3)]

@@ -122,18 +122,16 @@ def test_a_parameter_that_leaves_its_bucket_takes_only_its_own_residual():
     assert head not in held_by(residuals)
 
 
-@pytest.mark.parametrize(
-    "other", [torch.zeros(8, 8, 2, 2), torch.zeros(8, 8, 3, 3).to(memory_format=torch.channels_last)]
-)
-def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(other):
+@pytest.mark.parametrize("new", [torch.ones(8, 8, 2, 2), torch.ones(8, 8, 3, 3).to(memory_format=torch.channels_last)])
+def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(new):
     bucket = changed, kept = nn.Parameter(torch.zeros(8, 8, 3, 3)), nn.Parameter(torch.zeros(8))
     config, residuals = TopKConfig(ratio=0.1), Residuals()
     end = residuals.endpoint(bucket, plan_bucket(config, [576, 8], 2))
     end.uplink.memory.residual.fill_(1.0)
     residuals.move_to(None, 0)
-    changed.data = other
-    residuals.endpoint(bucket, plan_bucket(config, [other.numel(), 8], 2))
-    assert torch.equal(held_by(residuals)[changed][0], torch.zeros(other.numel()))
+    changed.data = new
+    residuals.endpoint(bucket, plan_bucket(config, [new.numel(), 8], 2))
+    assert torch.equal(held_by(residuals)[changed][0], torch.zeros(new.numel()))
     assert torch.equal(held_by(residuals)[kept][0], torch.ones(8))
     (words,) = residuals.take_warnings()
     assert "residuals of 1 parameter were dropped, since their size or memory format changed" in words

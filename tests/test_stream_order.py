@@ -91,15 +91,14 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
     from lightning_topk.core.ops import cuda
 
     monkeypatch.setattr(ops, "fast", lambda device: cuda if case.kernels else None)
-    given = {"ratio": 0.01, "wire": "fp32", "topology": topology, "bidirectional": topology != "allgather", **settings}
+    settings = {"ratio": 0.01, "wire": "fp32", "bidirectional": topology != "allgather", **settings}
+    config = TopKConfig(topology=topology, **settings)
     fake = FakeTensorMode()
     with fake:
         parameters = [torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in SIZES]
         optimizers = [torch.optim.SGD(each, 0.1, foreach=False) for each in (parameters[:2], parameters[2:])]
         scaler = Scaler() if case.scaler else None
-    state = ddp.TopKState(
-        TopKConfig(**given), CUDA, optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL
-    )
+    state = ddp.TopKState(config, CUDA, optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL)
     state.buckets.learn_names({p: f"p{number}" for number, p in enumerate(parameters)})
     state._together = case.together
     if case.votes:
@@ -202,8 +201,8 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
     fake = FakeTensorMode()
     with fake:
         units: list[Any] = [Shards(gpu, 0), Shards(gpu, 2)]
-    given = dict.fromkeys(("timeout", "earlier", "epoch", "optimizers", "scaler", "announce"))
-    state = hook.ShardState(torch.nn.Module(), units, dist.group.WORLD, config=TopKConfig(ratio=0.01), **given)
+    arguments = dict.fromkeys(("timeout", "earlier", "epoch", "optimizers", "scaler", "announce"))
+    state = hook.ShardState(torch.nn.Module(), units, dist.group.WORLD, config=TopKConfig(ratio=0.01), **arguments)
     with fake, gpu:
         state.learn_names()
         hooks, state.telemetry.timing = state.lane(CUDA).stream, True

@@ -55,16 +55,16 @@ def of_other_ranks(rank: int, say: Say, case: str) -> None:
 
 
 def replaced(rank: int, say: Say, case: str) -> None:
-    """An optimizer that was not given takes steps: another one from some step on, or all of them."""
+    """An optimizer that was not passed takes steps: another one from some step on, or all of them."""
     net = four_layers()
     used = [sgd(net)]
-    given = {"never given": list, "returned": lambda: used}.get(case, used[0])
-    model, _ = attached(net, ratio=0.1, optimizer=given, adapt_momentum=case != "not adapted", announce=say)
-    train(model, rank, range(2 * (case != "before")), used[0] if case != "never given" else None)
+    passed = {"never passed": list, "returned": lambda: used}.get(case, used[0])
+    model, _ = attached(net, ratio=0.1, optimizer=passed, adapt_momentum=case != "not adapted", announce=say)
+    train(model, rank, range(2 * (case != "before")), used[0] if case != "never passed" else None)
     used[0] = Adam(net.parameters())
     if case == "wrapped":  # as ZeroRedundancyOptimizer steps its inner optimizer
-        given.register_step_pre_hook(lambda *_: used[0].step())
-    train(model, rank, range(2, 7), given if case == "wrapped" else used[0])
+        passed.register_step_pre_hook(lambda *_: used[0].step())
+    train(model, rank, range(2, 7), passed if case == "wrapped" else used[0])
 
 
 def sparse(rank: int, say: Say, case: str) -> None:
@@ -185,7 +185,7 @@ CASES = [
     *((left_out, case, "left out") for case in ("some", "in another optimizer")),
     *((left_out, case, None) for case in ("all", "frozen", "dense")),
     (of_other_ranks, "", None),
-    *((replaced, case, "other") for case in ("before", "after", "never given")),
+    *((replaced, case, "other") for case in ("before", "after", "never passed")),
     *((replaced, case, None) for case in ("returned", "wrapped", "not adapted")),
     (sparse, "", "sparse"),
     *((zeroed, case, "zeroed") for case in ("throwing away", "skipping a step")),
