@@ -62,6 +62,11 @@ def test_an_adapter_of_three_calls_keeps_the_laws(rank, world, settings):
     assert saved.keys() == {name for name, _ in net.named_parameters()}
     assert [call.args[0] for call in begun.call_args_list] == [*range(PASSES)], "each pass begins once"
     assert state.steps == PASSES
+    state = HookState(config, torch.device("cpu"))
+    for call in (state.end_pass, lambda: state.exchange(buckets[0], torch.zeros(1), "early")):
+        with pytest.raises(RuntimeError, match="was called outside a pass: call begin_pass before its first gradient"):
+            call()
+    state.close()
 
 
 def test_contributing_shows_this_adapter():

@@ -136,9 +136,7 @@ class HookState:
         ``gradient`` ``[numel]`` is overwritten with the mean of all ranks, the future's result. ``used``
         ``[parameters]`` bool says which parameters this rank used; None if all. Errors have the ``name``.
         """
-        lane, now = self.lane(gradient.device), self.current
-        if now is None:
-            raise RuntimeError("exchange was called outside a pass: call begin_pass before its first gradient.")
+        lane, now = self.lane(gradient.device), self._begun("exchange")
         now.buckets.append(bucket)
         self.optimizers.expect(bucket, now.step, now.epoch)
         clip = self.optimizers.clip_of(bucket, gradient.device)
@@ -155,8 +153,7 @@ class HookState:
 
         ``ready`` marks when it was ready, if it is timed and that is not now.
         """
-        now, self.current = self.current, None
-        assert now is not None
+        now, self.current = self._begun("end_pass"), None
         buckets = now.buckets
         now.ended, now.ready = True, ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
         self.telemetry.end_pass(now)
@@ -168,6 +165,11 @@ class HookState:
             messages.LOGGER.debug("the density of %d of %d buckets has changed", changed, len(buckets))
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
             self._say(*messages.saving_warnings(self.buckets, buckets, self.predicted()))
+
+    def _begun(self, method: str) -> Pass:
+        if self.current is None:
+            raise RuntimeError(f"{method} was called outside a pass: call begin_pass before its first gradient.")
+        return self.current
 
     def clipping(self) -> Clipping:
         """Makes the estimate of the user's clipping; an adapter of shards overrides it."""
