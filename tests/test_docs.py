@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from torch import nn
 import lightning_topk
 import lightning_topk.fabric
 from lab import commands
+from lab.papers import at_size
+from lab.report import standard_error
+from lab.training import Runs
 from lightning_topk import TopKConfig, __main__
 from lightning_topk.bucket import plan_step
 from lightning_topk.core.ops import fast
@@ -140,6 +144,36 @@ def test_tables_are_those_of_the_committed_runs():
     assert sorted(named) == sorted(tables.TABLES), "a table that no page shows, or that does not exist"
     old = [page.name for page in tables.PAGES if tables.filled(page.read_text()) != page.read_text()]
     assert not old, "run python .ci/tables.py"
+
+
+FIGURES = [
+    ("evidence.md", ("tied gpt", 300), "{:.1f} ± {:.1f} % after 300 steps,"),
+    ("evidence.md", ("tied gpt", 1000), "{:.1f} ± {:.1f} after 1,000,"),
+    ("evidence.md", ("tied gpt", 3000), "{:.1f} ± {:.1f} after 3,000;"),
+    ("evidence.md", ("tied gpt", 300, 0, "AdamW 0.95"), "beta2 .95: {:.1f} ± {:.1f} and"),
+    ("evidence.md", ("tied gpt", 300, 0, "AdamW 0.999"), ".999: {:.1f} ± {:.1f} and"),
+    ("evidence.md", ("gpt", 1000), "**GPT of 0.12 million:** {:.1f} ± {:.1f} % after 1,000 steps."),
+    ("evidence.md", ("gpt", 1000), "With the small batch it is {:.1f} ± {:.1f} % behind."),
+    ("evidence.md", ("gpt", 500, 32), "it is {:.1f} ± {:.1f} % behind with the large batch"),
+    ("settings.md", ("gpt", 500, 32), "a GPT is {:.1f} % behind after 500 steps"),
+    ("evidence.md", ("gpt", 1000, 32), "and {:.1f} ± {:.1f} % behind at dense training's"),
+    ("settings.md", ("gpt", 1000, 32), "and {:.1f} % behind at dense training's"),
+    ("evidence.md", ("convnet", 1000), "**Convnet:** {:.1f} ± {:.1f} points after 1,000 steps"),
+    ("evidence.md", ("narrow resnet18", 3000), "{:.1f} ± {:.1f} points after 3,000 steps with 0.017"),
+    ("evidence.md", ("large gpt", 1000), "{:.1f} ± {:.1f} % after 1,000 steps,"),
+    ("evidence.md", ("large gpt", 3000), "{:.1f} ± {:.1f} % after 3,000 at the rate chosen"),
+]
+"""Sentences with the gap to dense training at its best rate, and its standard error: page, runs, and words."""
+
+
+@pytest.mark.parametrize(("page", "which", "words"), FIGURES, ids=[f"{page} {which}" for page, which, _ in FIGURES])
+def test_figures_in_sentences_are_those_of_the_committed_runs(page, which, words):
+    found, setup = Runs(ROOT / "examples" / "reproduced" / "at-size.jsonl"), at_size.setup(*which)
+    dense, ours = (at_size.ends(found, setup, system) for system in at_size.BOTH)
+    best = at_size.best_rate(setup.model, dense)
+    gaps = at_size.gaps(setup.model, ours[best], dense[best])
+    text = " ".join((ROOT / "examples" / "guides" / page).read_text().split())
+    assert words.format(mean(gaps), standard_error(gaps)) in text
 
 
 @pytest.mark.trainer
