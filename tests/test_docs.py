@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -174,6 +175,21 @@ def test_figures_in_sentences_are_those_of_the_committed_runs(page, which, words
     gaps = at_size.gaps(setup.model, ours[best], dense[best])
     text = " ".join((ROOT / "examples" / "guides" / page).read_text().split())
     assert words.format(mean(gaps), standard_error(gaps)) in text
+
+
+def test_figures_that_stand_in_the_readme_are_those_of_the_guides():
+    readme, speed = ((ROOT / page).read_text() for page in ("README.md", "examples/guides/speed.md"))
+    timed = json.loads((ROOT / "examples" / "reproduced" / "bench-own-work-gpu.json").read_text())["tables"]["A step"]
+    ms = {(row["model"], row["exchange"]): round(row["ms"]) for row in timed}
+    gpt, resnet = ([ms[name, how] for how in ("none", "saving=50")] for name in ("gpt2", "resnet50"))
+    assert f"takes {resnet[0]} ms for a step of ResNet-50, {gpt[0]} of GPT-2" in readme
+    assert f"takes {gpt[0]} ms without an exchange and {gpt[1]} with `saving=50`" in " ".join(speed.split())
+    assert f"(64 images) {resnet[0]} and {resnet[1]}" in speed
+    assert {gpt[1] - gpt[0], resnet[1] - resnet[0]} <= {22, 23}
+    assert re.search(r"adds 22 ms|adds 22\.", readme)
+    fp16, ours = re.search(r"DDP's loss\]\(\S+\) in (\d+) s, ours in (\d+)", readme).groups()
+    assert re.search(rf"\| `saving=50` [^\n]*\| {ours} \(", speed)
+    assert re.search(rf"\| fp16 hook [^\n]*\| {fp16} \(", speed)
 
 
 @pytest.mark.trainer
