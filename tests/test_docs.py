@@ -23,7 +23,7 @@ from torch import nn
 import lightning_topk
 import lightning_topk.fabric
 from lab import commands
-from lab.papers import at_size
+from lab.papers import at_size, fine_tuning, saving_curves
 from lab.report import standard_error
 from lab.training import Runs
 from lightning_topk import TopKConfig, __main__
@@ -190,6 +190,24 @@ def test_figures_that_stand_in_the_readme_are_those_of_the_guides():
     fp16, ours = re.search(r"DDP's loss\]\(\S+\) in (\d+) s, ours in (\d+)", readme).groups()
     assert re.search(rf"\| `saving=50` [^\n]*\| {ours} \(", speed)
     assert re.search(rf"\| fp16 hook [^\n]*\| {fp16} \(", speed)
+    runs = ROOT / "examples" / "reproduced"
+    rows = fine_tuning.table(Runs(runs / "fine-tuning.jsonl"), "AdamW", (100, 300, 1000), [0])
+    behind = [float(row["saving 50, behind %"].split()[0]) for row in rows]
+    settings, evidence = (
+        (ROOT / "examples" / "guides" / f"{page}.md").read_text() for page in ("settings", "evidence")
+    )
+    assert f"of 100 steps {max(behind):.1f} %" in readme
+    assert f"is {min(behind):.1f} to {max(behind):.1f} % behind" in evidence
+    (learner,) = (each for each in saving_curves.LEARNERS if each.name == "gpt2, AdamW")
+    short = mean(saving_curves.gaps(Runs(runs / "saving-curves.jsonl"), learner, 300, 50))
+    assert f"level or up to {short:.1f} % behind" in readme
+    assert f"a GPT-2 of Transformers by {short:.1f} % after 300 steps" in " ".join(settings.split())
+    assert f"A GPT-2 is {short:.1f} % behind after 300 steps" in evidence
+    cells = {row.split("|")[1].strip(): row.split("|") for row in settings.splitlines() if row.startswith("| ")}
+    muon, lion = (round(float(cells[name][5].split()[0])) for name in ("Muon", "Lion"))
+    assert f"[Muon ends {muon} % behind, and Lion {lion} %]" in readme
+    power = re.search(r"\| PowerSGD 5 [^\n]*\| \+([\d.]+) \(1 seed", evidence)[1]
+    assert f"a GPT ends [{float(power):.0f} % behind]" in readme
 
 
 @pytest.mark.trainer
