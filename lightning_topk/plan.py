@@ -113,15 +113,15 @@ MESSAGE = 10e-6
 
 def _advice(sent: Volume, speed: float, gpus: int, sizes: Sequence[int]) -> str:
     """Advises larger buckets where a rank's messages take longer than a node's bytes on a link of ``speed`` bytes/s."""
-    seconds, ms = sent.messages / gpus * MESSAGE, 1000 * sent.inter_node / speed
+    messages, of_bytes = MESSAGE * sent.messages / gpus, sent.inter_node / speed  # seconds
     words = f" A rank sends {sent.messages // gpus:,} messages to other nodes"
-    if 1000 * seconds <= ms:
+    if messages <= of_bytes:
         return f"{words}."
-    cap, least = math.ceil(25 * 1000 * seconds / ms), math.ceil(4 * sum(sizes) / 2**20)
-    words += f": if each takes {1e6 * MESSAGE:.0f} µs of it, {1000 * seconds:.3g} ms, longer than the bytes. "
-    if cap < least:
+    cap, whole = math.ceil(25 * messages / of_bytes), math.ceil(4 * sum(sizes) / 2**20)  # MiB
+    words += f": if each takes {1e6 * MESSAGE:.0f} µs of it, {1000 * messages:,.1f} ms, longer than the bytes. "
+    if cap < whole:
         return words + f"Pass bucket_cap_mb={cap} or more, so that they take no longer."
-    return words + f"Pass bucket_cap_mb={least}, one bucket, which has the fewest; they still take longer."
+    return words + f"Pass bucket_cap_mb={whole}, one bucket, which has the fewest; they still take longer."
 
 
 def exchanged_buckets(sizes: list[int]) -> list[list[int]]:

@@ -46,7 +46,7 @@ def literal(kind, gradients, lr, **options) -> torch.Tensor:
     D is 1; Adam's comes with the gradient, that of all the steps. A gradient counts as D of its energy in Adam's
     second moment.
     """
-    weights = torch.ones(SIZE, dtype=torch.float64)
+    weights, product = torch.ones(SIZE, dtype=torch.float64), 1.0
     b, q, largest, d = (torch.zeros(SIZE, dtype=torch.float64) for _ in range(4))
     m = options.get("momentum", 0.9) if kind is SGD else options["betas"][0]
     decay, sign = options.get("weight_decay", 0.01 if kind is AdamW else 0.0), -1 if options.get("maximize") else 1
@@ -76,6 +76,13 @@ def literal(kind, gradients, lr, **options) -> torch.Tensor:
             weights = shrunk - lr * moved / (1 - m**t) / q
             continue
         q = n * q + (1 - n**steps) / steps * g.square()
+        if kind is NAdam:
+            now, after = (m * (1 - 0.5 * 0.96 ** (0.004 * each)) for each in (t, t + 1))
+            product *= now
+            direct = (1 - now) / (1 - product) * g * ((1 - n**steps) / (steps * (1 - n))).sqrt()
+            step = direct + after / (1 - product * after) * moved
+            weights = shrunk - lr * step / ((q / (1 - n**t)).sqrt() + 1e-8)
+            continue
         largest = torch.maximum(largest, q)
         root = (largest if options.get("amsgrad") else q) / (1 - n**t)
         weights = shrunk - lr * moved / (1 - m**t) / (root.sqrt() + 1e-8)
@@ -120,7 +127,9 @@ FORMS = [{}, {"foreach": False}, {"foreach": True}, {"fused": True}]
     ("kind", "options", "form"),
     [
         *((*each, form) for each in KINDS for form in FORMS),
-        *((*OTHERS[-1], form) for form in FORMS[:3]),  # Adamax; the others' own steps are longer formulas
+        *(
+            (*each, form) for each in (OTHERS[0], OTHERS[-1]) for form in FORMS[:3]
+        ),  # RAdam's own step is a long formula
     ],
 )
 def test_a_delivered_entry_takes_all_the_steps_that_it_waited(kind, options, form):

@@ -5,8 +5,8 @@ gradients of many steps, and delivers them later. So that each of them counts as
 ``c_t u_t g_t``, and what it delivers is divided by ``u_t`` of that step (:class:`lightning_topk.core.guards.Applied`).
 
 **The rate** ``u_t`` is the optimizer's, relative to the one in whose unit the residual is. Only changes of the rate
-matter, so groups of different rates compete for payloads as before. A falling rate enlarges
-what waits for SGD; for other optimizers, whose squares of gradients it would spoil, by a ninth a step at most.
+matter, so groups of different rates compete for payloads as before. A falling rate enlarges what waits; for optimizers
+other than SGD, whose squares of gradients that would spoil, by a ninth a step at most.
 
 **The clipping** ``c_t = min(1, C / n_t)`` depends on C, which the user's code knows, and on the norm ``n_t`` of the
 mean gradient, which no rank knows before the exchange of the first bucket. Both are estimated without communication:

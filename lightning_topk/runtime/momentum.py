@@ -26,7 +26,7 @@ counts in it as D gradients of the same energy in all, one in each of the D step
     q = n^D q + (1 - n^D) g^2 / D    instead of    n^D q + (1 - n) g^2
 
 If n is near 1, or D is 1, both are the same. Adamax, whose q is no mean, steps as in torch; NAdam also moves an entry
-by a part of the gradient itself, and takes that of the one of the D gradients.
+by a part of the gradient itself, and takes g sqrt((1 - n^D) / (D (1 - n))) there, whose square is in q.
 
 Weight decay w of the parameter x. AdamW's is apart from the gradient, and stays. If it is part of the gradient:
 
