@@ -11,7 +11,7 @@ from PIL import Image
 
 from lab import data, training
 from lab.bench import steps
-from lab.papers import at_size, deliveries, speedup
+from lab.papers import at_size, deliveries, lag, speedup
 from lightning_topk.config import TopKConfig
 from lightning_topk.volume import volume
 
@@ -133,6 +133,11 @@ def test_deliveries_equal_dense_trainings_if_everything_is_delivered(monkeypatch
     for row in layers[2:]:  # of embeddings, some entries have no gradient
         assert [row[head] for head in row if head.startswith("age")] == [1, 1, 1]
         assert [row[head] for head in row if head.startswith("movement")] == pytest.approx([1, 1, 1], rel=0.02), row
+
+
+@pytest.mark.parametrize(("loss", "steps"), [(2.0, 200), (2.5, 141.42), (3.5, 70.71), (1.25, 565.69)])
+def test_the_dense_steps_of_a_loss_are_interpolated_over_their_logarithm(loss, steps):
+    assert lag.dense_steps(loss, {100: 3.0, 400: 1.5, 200: 2.0}) == pytest.approx(steps, rel=1e-4)
 
 
 def test_the_best_rate_is_that_of_the_seeds_that_two_rates_share():
