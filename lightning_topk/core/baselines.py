@@ -13,7 +13,7 @@ from lightning_topk.core.requests import AllGather, AllReduce, Broadcast, Gather
 
 def single_server(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """The parameter server of the thesis: rank 0 serves the whole bucket, and is a worker too."""
-    payload, up = end.uplink.send(g, codecs.uplink, step)
+    payload, up = end.uplink.send(g, codecs.uplink, step, step.scale_in)
     received = yield Gather(payload[0], "uplink")
     down = None
     if end.downlink is not None:
@@ -22,7 +22,7 @@ def single_server(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Excha
     else:
         reply = torch.empty(1, codecs.reply.nbytes, dtype=torch.uint8, device=g.device)
     replies = yield Broadcast(reply[0], "downlink")
-    return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, g, step.rescale), up, down)
+    return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, g, step.scale_out), up, down)
 
 
 def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
@@ -33,17 +33,17 @@ def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
 
 def all_gathered(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """TopK-SGD without a server: every worker receives every worker's selection."""
-    scale = step.rescale
-    payload, up = end.uplink.send(g, codecs.uplink, step)
+    payload, up = end.uplink.send(g, codecs.uplink, step, step.scale_in)
     received = yield AllGather(payload[0], "uplink")
     mean = aggregate(received, codecs.uplink, end.dtype, scratch=g, ordered=True)
-    delivered = mean if scale is None else mean * scale
-    finite, limit = reference.is_finite(delivered), torch.finfo(g.dtype).max
-    g.copy_(delivered.clamp(-limit, limit))
-    if g.dtype != end.dtype and end.uplink.memory.tensors():
+    scale, kept = step.scale_out, end.uplink.memory.tensors().get("residual")
+    if scale is None and kept is not None and g.dtype != end.dtype:
+        finite, limit = reference.is_finite(mean), torch.finfo(g.dtype).max
+        g.copy_(mean.clamp(-limit, limit))
         # Every worker keeps the same error of rounding to the bucket's dtype, so their mean is that error.
-        arrived = g if scale is None else g.to(mean.dtype) / scale
-        end.uplink.memory.tensors()["residual"].add_(reference.zero_unless_(mean.sub_(arrived), finite))
+        kept.add_(reference.zero_unless_(mean.sub_(g), finite))
+    else:
+        finite = reference.is_finite(g.copy_(mean if scale is None else mean * scale))
     return Outcome(finite, up)
 
 
@@ -56,7 +56,7 @@ def dense(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """All-reduces the mean in the bucket's dtype, as DDP does: no compression and no residual."""
     stats = LinkStats()
     if step.measure.error:
-        energy = norm(g, step.scale).square()
+        energy = norm(g, step.scale_in).square()
         stats = LinkStats(g.count_nonzero(), torch.stack([energy, torch.zeros_like(energy)]))
     total = yield AllReduce(g.div_(end.plan.world), "uplink")
     finite = reference.is_finite(total)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.core.layout import PIECE, Layout, NodeShards, k_of
-from lightning_topk.core.link import Link, LinkStats, Step
+from lightning_topk.core.link import Link, LinkStats, Step, fused
 from lightning_topk.core.memory import Memory, MomentumResidual, Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce, Request, Volume, placeholder, request_volume
@@ -147,12 +147,12 @@ class BucketPlan:
         mine = memory("worker", layout.numel)
         if self.momentum:
             mine = MomentumResidual(layout.numel, wide, device, self.momentum)
-        uplink, downlink = Link(layout, selector, mine, sizes=self.parts.slices), None
+        uplink, downlink = fused(Link(layout, selector, mine, sizes=self.parts.slices)), None
         if self.topology.has_servers and (layout.shards == self.world or number == 0):
             served, lossless = Layout(layout.shard_size), self.server_k is None
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
             selector = TopK() if lossless and not isinstance(selector, RandK) else selector
-            downlink = Link(served, selector, memory("server", served.numel), dtype, exact=lossless)
+            downlink = fused(Link(served, selector, memory("server", served.numel), dtype), exact=lossless)
         return Endpoint(self, rank, wide, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
 
 

@@ -113,8 +113,8 @@ def _exchange_used(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, applied
 def _exchange_checked(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, applied: Applied) -> Exchange:
     """Clips the gradient before the exchange, and marks it with NaN afterwards if it is not finite."""
     if end.plan.clip_norm is not None:
-        g.mul_((end.plan.clip_norm / norm(g, step.scale)).clamp(max=1))
-    loss, own = step.scale, None if applied.clip is None else norm(g, step.scale, torch.float32)
+        g.mul_((end.plan.clip_norm / norm(g, step.scale_in)).clamp(max=1))
+    loss, own = step.scale_in, None if applied.clip is None else norm(g, step.scale_in, torch.float32)
     computed = own
     if "worker" in end.plan.feedback and not codecs.whole:  # something waits in a residual
         step, own = _as_applied(g, step, applied, own)
@@ -129,10 +129,10 @@ def _exchange_checked(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, appl
 def _as_applied(g: Tensor, step: Step, applied: Applied, own: Tensor | None) -> tuple[Step, Tensor | None]:
     """The step whose scales make the residual hold what dense training would apply; and the norm after clipping."""
     rate, clip = applied
-    scale = step.scale
+    scale = step.scale_in
     if rate != 1:
         scale = torch.full((), 1 / rate, dtype=torch.float32, device=g.device) if scale is None else scale * (1 / rate)
-    rescale = scale
+    scale_out = scale
     if own is not None and clip is not None:
         if ops.on_cpu(g):  # which reads numbers at once, and saves a pass over a gradient that is not clipped
             slope, others = clip.tolist()
@@ -143,7 +143,7 @@ def _as_applied(g: Tensor, step: Step, applied: Applied, own: Tensor | None) -> 
         if excess is not None:
             own = own / excess
             scale = excess if scale is None else scale * excess
-    return replace(step, scale=scale, rescale=rescale), own
+    return replace(step, scale_in=scale, scale_out=scale_out), own
 
 
 def _exchange_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:

@@ -1,16 +1,18 @@
 """One lossy direction: the sender compresses a vector, and the receivers decode its payloads.
 
 Sending is steps 1-4 of :mod:`lightning_topk.core.exchange`; receiving is :func:`aggregate` at a server (step 6) and
-:func:`deliver` at a worker (step 9). The uplink and the downlink are two instances of one class.
+:func:`deliver` at a worker (step 9). Residuals have no scale: it is removed where a gradient enters the uplink, and put
+back once, where the result is delivered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
@@ -39,8 +41,8 @@ class Step:
     """What an exchange depends on, besides its plan and density."""
 
     number: int = 0  # exchanges of this gradient before this one; the same on every rank
-    scale: Tensor | None = None  # scalar by which gradients are divided before they join the residual; None: 1
-    rescale: Tensor | None = None  # scalar by which what leaves a residual is multiplied to be a gradient; None: 1
+    scale_in: Tensor | None = None  # scalar scale of the gradient that enters the uplink; None: 1
+    scale_out: Tensor | None = None  # scalar scale of the gradient that is delivered, the same on every rank; None: 1
     measure: Measure = NOTHING
 
 
@@ -56,69 +58,38 @@ class LinkStats:
     per_layer: Tensor | None = None  # [3, parameters] float64: ‖a‖², ‖a - C(a)‖² and entries sent, by parameter
 
 
+Sent = tuple[Tensor, LinkStats]
+"""Payloads ``[shards, P]`` uint8, and their statistics."""
+
+
+@dataclass(eq=False)
 class Link:
     """One lossy direction, at its sending end: compensate, select, encode, keep.
 
-    Top-k with a residual runs in one pass over memory if :func:`lightning_topk.core.ops.sender` has a fast version for
-    it and nothing is measured. On a GPU that pass sends the entries above a threshold, which may be fewer than k
-    (:mod:`lightning_topk.core.ops.cuda`).
-
-    A server's link has the dtype of its receivers' output, ``delivered``: the residual includes its rounding error. If
-    ``exact``, it sends exactly the k largest entries on a GPU too. ``sizes`` are the elements of each parameter, for
-    statistics per layer.
+    A server's link has the dtype of its receivers' output, ``delivered``: the residual includes their rounding error.
+    With a scale they round products, by errors whose mean is 0, and the residual includes none.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        selector: Selector,
-        memory: Memory,
-        delivered: torch.dtype | None = None,
-        sizes: tuple[int, ...] = (),
-        exact: bool = False,
-    ) -> None:
-        self.layout, self.selector, self.memory = layout, selector, memory
-        self.delivered, self.sizes = delivered, sizes
-        self.sent: tuple[Tensor, Codec] | None = None  # payloads of an exchange in progress
-        self._send: ops.Sender | None = None
-        if type(selector) is TopK and type(memory) is Residual:
-            self._send = ops.sender(memory.residual, layout, delivered, exact)
+    layout: Layout
+    selector: Selector
+    memory: Memory
+    delivered: torch.dtype | None = None
+    sizes: tuple[int, ...] = ()  # elements of each parameter, for statistics per layer
+    sent: tuple[Tensor, Codec] | None = field(default=None, init=False)  # payloads of an exchange in progress
 
-    def send(self, x: Tensor, codec: Codec, step: Step = FIRST) -> tuple[Tensor, LinkStats]:
+    def send(self, x: Tensor, codec: Codec, step: Step = FIRST, scale: Tensor | None = None) -> Sent:
         """Compresses ``x`` ``[numel]``, floating, and keeps the rest in the memory; ``x`` becomes zero.
 
-        If the vector has a NaN or an infinity, every value in the payloads is NaN, so that every receiver notices, and
-        the memory is unchanged. The vector is divided by the step's scale, unless ``delivered`` is set.
-
-        Returns:
-            The payloads ``[shards, P]`` uint8, and their statistics.
+        The scalar ``scale`` of ``x`` is removed first. If the vector has a NaN or an infinity, every value in the
+        payloads is NaN, so that every receiver notices, and the memory is unchanged.
         """
-        memory, measure, delivered, sizes = self.memory, step.measure, self.delivered, self.sizes
-        form = codec.format(delivered)
-        scale = step.scale if delivered is None else None  # of the input
-        # A server's receivers multiply by the other scale, and round the product if their dtype is narrower. If it is
-        # not rounded, but overflows, they notice.
-        rescale = step.rescale if delivered is not None and delivered.itemsize < memory.dtype.itemsize else None
-        if scale is not None and ops.on_cpu(x):
-            x, scale = _unscaled(x, memory.dtype, scale), None
-        if self._send is not None and form.bits and measure == NOTHING:
-            e = memory.residual  # type: ignore[attr-defined]
-            sent = self._send(e, x, self.layout, form, delivered, scale, rescale)
-            if sent is not None:
-                self.sent = sent, codec
-                return sent, LinkStats()
+        memory, measure, sizes = self.memory, step.measure, self.sizes
         if scale is not None:
             x = _unscaled(x, memory.dtype, scale)
         finite = reference.is_finite(x)
         a = memory.compensate(reference.zero_unless_(x, finite), finite)
         index, value, selected = self.selector.select(a, self.layout, codec.k, step.number)
-        if rescale is not None and memory.tensors():
-            # The residual keeps the excess. Without a residual, the scaler sees an infinity and backs off.
-            limit = form.largest * (1 - 2**-7) * rescale.reciprocal()  # a wire rounds up by less
-            value = value.clamp(-limit, limit)
-        payloads, arrives = codec.encode(index, value, None if rescale is not None else delivered, finite)
-        if rescale is not None:
-            arrives = (arrives * rescale).to(delivered).to(arrives.dtype) * rescale.reciprocal()
+        payloads, arrives = codec.encode(index, value, None if step.scale_out is not None else self.delivered, finite)
         flat, arrives = reference.flat_index(index, self.layout).view(-1), arrives.view(-1)
         error = per_layer = None
         if measure.error:
@@ -138,6 +109,37 @@ class Link:
             index, value = codec.read(payloads, self.memory.dtype)
             value = reference.zero_unless_(value, reference.is_finite(value))
             self.memory.keep(reference.flat_index(index, self.layout).view(-1), -value.view(-1))
+
+
+@dataclass(eq=False)
+class FusedLink(Link):
+    """A link that sends in one pass over memory, unless it measures or its function cannot send the payload."""
+
+    memory: Residual
+    function: ops.Sender = field(kw_only=True)
+
+    @override
+    def send(self, x: Tensor, codec: Codec, step: Step = FIRST, scale: Tensor | None = None) -> Sent:
+        if step.measure == NOTHING:
+            to = None if step.scale_out is not None else self.delivered
+            payloads = self.function(self.memory.residual, x, self.layout, codec.format(to), to, scale)
+            if payloads is not None:
+                self.sent = payloads, codec
+                return payloads, LinkStats()
+        return super().send(x, codec, step, scale)
+
+
+def fused(link: Link, exact: bool = False) -> Link:
+    """A link that does the same in one pass over memory, or itself if :func:`.ops.sender` has no function for that.
+
+    On a GPU it may send fewer than the k largest entries (:mod:`.core.ops.cuda`), unless they must be ``exact``.
+    """
+    memory, layout, delivered = link.memory, link.layout, link.delivered
+    if type(link.selector) is TopK and type(memory) is Residual:
+        function = ops.sender(memory.residual, layout, delivered, exact)
+        if function is not None:
+            return FusedLink(layout, link.selector, memory, delivered, link.sizes, function=function)
+    return link
 
 
 def _unscaled(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:

@@ -36,10 +36,12 @@ def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool)
 
 def send(
     e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
-    scale: Tensor | None = None, rescale: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """See :func:`lightning_topk.core.ops.sender`, for finite float32; links remove loss scales before."""
-    if x.dtype != torch.float32 or not reference.is_finite(x):
+    """See :func:`lightning_topk.core.ops.sender`, for finite float32."""
+    if x.dtype != torch.float32 or not form.bits:
+        return None
+    if not reference.is_finite(x if scale is None else x.mul_(scale.reciprocal())):
         return None
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
     loops.send(e.numpy(), x.numpy(), loops.KernelLayout.of(layout), form, _sample(layout, form.k), payloads.numpy())

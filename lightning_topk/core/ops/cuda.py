@@ -79,10 +79,10 @@ def _full_blocks(layout: Layout) -> bool:
 
 def send(
     e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
-    scale: Tensor | None = None, rescale: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """See :func:`lightning_topk.core.ops.sender`; if fewer than k are sent, rows end in zeros."""
-    if x.dtype not in FLOATS or form.low > LOW:
+    if x.dtype not in FLOATS or form.low > LOW or not form.bits:
         return None
     numel, shards, k, width = layout.numel, layout.shards, form.k, form.nbytes // 4
     # One memory for the payloads and all counters is cleared at once; every part begins at a multiple of 16 bytes.
@@ -101,8 +101,6 @@ def send(
     counts = work.new_empty(shards, 2, tiles)
     begin = form.value_bytes - (-k * form.low // 8)  # of the high bitmap
     scaled, factor = scale is not None, e if scale is None else scale
-    rounded = FLOATS[delivered or e.dtype]
-    narrow = rescale is not None and rounded != tl.float32
     warps = 4 if x.dtype == e.dtype else 8  # conversion takes registers
     with torch.cuda.device_of(e):
         kernels.survey[(blocks,)](
@@ -127,9 +125,8 @@ def send(
             8 * begin, form.check, form.low, SIEVE, num_warps=16, **EXACT,
         )  # fmt: skip
         kernels.write[triton.cdiv(k, SLOTS), shards](
-            e, state, index, chosen, payload, words, rescale if narrow else e, k, numel, shards, form.largest,
-            form.value_bytes, begin, form.nbytes, form.bits, form.low, rounded, narrow, SLOTS, BLOCK,
-            num_warps=8, **EXACT,
+            e, state, index, chosen, payload, words, k, numel, shards, form.largest, form.value_bytes, begin,
+            form.nbytes, form.bits, form.low, FLOATS[delivered or e.dtype], SLOTS, BLOCK, num_warps=8, **EXACT,
         )  # fmt: skip
     return payload
 

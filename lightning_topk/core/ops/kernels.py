@@ -18,7 +18,6 @@ import triton.language as tl
 
 NAN16 = tl.constexpr(0x7FC0)  # in bf16
 LARGEST = tl.constexpr(3.4028234663852886e38)
-BELOW = tl.constexpr(1 - 2**-7)  # a wire rounds up by less
 SIZES = {
     "begin", "begin_high", "check", "count", "each", "first", "k", "low", "nbytes", "numel", "part", "rank", "capacity",
     "rows", "salt", "shard_size", "size", "stride", "tiles", "turns", "universe", "value_bytes", "width",
@@ -277,15 +276,13 @@ def _taken_off(words):
 
 @launched
 def write(
-    e, state, index, value, payload, words, scale, k, numel, shards, limit, value_bytes, begin_high, nbytes,
-    BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, SCALED: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    e, state, index, value, payload, words, k, numel, shards, limit, value_bytes, begin_high, nbytes,
+    BITS: tl.constexpr, LOW: tl.constexpr, DELIVERED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes values and low parts to the payloads, takes them off the check words, and leaves the residual in ``e``.
 
     If ``x`` was not finite, all values on the wire are NaN, and ``e`` is unchanged. The residual includes the rounding
-    error of DELIVERED, the receivers' dtype. SCALED: they multiply by ``scale`` before they round. ``words`` is the
-    payload again.
+    error of DELIVERED, the receivers' dtype. ``words`` is the payload again.
     """
     row, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS
     slot = begin + tl.arange(0, SLOTS)
@@ -294,9 +291,6 @@ def write(
     found = tl.load(value + row * k + slot, mask=inside, other=0.0)
     position = tl.load(index + row * k + slot, mask=inside, other=0)
     bounded = tl.minimum(tl.maximum(found, -limit), limit)
-    if SCALED:
-        scaled_limit = limit * BELOW * _inverse(scale, SCALED)
-        bounded = tl.minimum(tl.maximum(bounded, -scaled_limit), scaled_limit)
     to = payload + row * nbytes
     if BITS == 32:
         arrives = bounded
@@ -313,14 +307,10 @@ def write(
         written = _taken_off(tl.where(inside, bits << 16 * (slot & 1), 0))
     else:
         arrives, written = _write_integers(bounded, finite, to, k, begin, BITS, SLOTS)
-    if SCALED:
-        arrives *= tl.load(scale).to(tl.float32)
     if DELIVERED == tl.float16:
         arrives = arrives.to(tl.float16).to(tl.float32)
     elif DELIVERED == tl.bfloat16:
         arrives = _from_bf16(_to_bf16(arrives))
-    if SCALED:
-        arrives *= _inverse(scale, SCALED)
     taken = tl.where(finite, found, 0.0) != 0  # padding is 0, and repeats a position
     tl.store(e + _flat(position, row, numel, shards, BLOCK), found - arrives, mask=inside & taken)
     octet = tl.arange(0, SLOTS // 8)
