@@ -13,7 +13,7 @@ from laws import codecs_of, in_turn, residual_and_gradient, vector
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout, k_of
-from lightning_topk.core.link import Link, aggregate, deliver
+from lightning_topk.core.link import FusedLink, Link, aggregate, deliver, fused
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import cpu, loops, reference
 from lightning_topk.core.ops.reference import Rule, Stepped
@@ -172,18 +172,18 @@ def test_one_function_sends_and_receives_the_bits_of_the_separate_steps(name, wi
     for context in (nullcontext(), mock.patch.object(ops, "fast", return_value=None)):
         gradient = x.clone()
         with context:
-            link = Link(layout, TopK(), Residual(numel, torch.float32, torch.device("cpu")))
-            assert ops.sender(e, layout, None) is (None if ends else cpu.send)
+            link = fused(Link(layout, TopK(), Residual(numel, torch.float32, torch.device("cpu"))))
+            assert type(link) is (Link if ends else FusedLink)
             link.memory.residual.copy_(e)
-            payloads, _ = link.send(gradient, codec)
+            payloads, _ = link.send(gradient, codec, scale=torch.tensor(3.0))
             rows = payloads[:1].repeat(3, 1)
             means = [aggregate(rows[:n], codec, torch.float32, torch.zeros(numel)) for n in (2, 3)]
             out, scaled = torch.zeros(2, numel)
             finite = deliver(payloads, codec, layout, out), deliver(payloads, codec, layout, scaled, torch.tensor(3.0))
         ends.append([payloads, link.memory.residual, gradient, *finite, out, scaled, *means])
     assert ends[0][1].isfinite().all()
-    for fused, plain in zip(*ends, strict=True):
-        assert torch.equal(fused, plain)
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_damaged_positions_under_a_valid_check_word_are_refused():
