@@ -30,21 +30,24 @@ def attempt(device: torch.device) -> None:
 
 
 def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool) -> bool:
-    """Whether :func:`send` can send from ``e``: if all is float32."""
-    return e.dtype == torch.float32 and delivered in (None, torch.float32)
+    """Whether :func:`send` can send from ``e``: if it is float32."""
+    return e.dtype == torch.float32
 
 
 def send(
     e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
     scale: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """See :func:`lightning_topk.core.ops.sender`, for finite float32."""
-    if x.dtype != torch.float32 or not form.bits:
+    """See :func:`lightning_topk.core.ops.sender`, for finite ``x``."""
+    if not form.bits or delivered not in (None, torch.float32):
         return None
-    if not reference.is_finite(x if scale is None else x.mul_(scale.reciprocal())):
+    g = x.float()  # itself, or a copy of 16 bits
+    if not reference.is_finite(g if scale is None else g.mul_(scale.reciprocal())):
         return None
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
-    loops.send(e.numpy(), x.numpy(), loops.KernelLayout.of(layout), form, _sample(layout, form.k), payloads.numpy())
+    loops.send(e.numpy(), g.numpy(), loops.KernelLayout.of(layout), form, _sample(layout, form.k), payloads.numpy())
+    if g is not x:
+        x.zero_()
     return payloads
 
 
