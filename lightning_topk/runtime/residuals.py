@@ -278,8 +278,9 @@ class Residuals:
         parts, and the servers'. The last item splits the sum into ``[numel]`` for each parameter. All shares of a dtype
         are made in the same memory, one bucket's, on the device.
         """
-        rest = dict.fromkeys(parameters)
+        rest = {parameter: number for number, parameter in enumerate(parameters)}
         live = [(bucket, end) for bucket, end in self._live.items() if rest.keys() >= {*bucket}]
+        live.sort(key=lambda each: rest[each[0][0]])  # the order in which lanes made them may differ by rank
         for bucket, _ in live:
             for parameter in bucket:
                 del rest[parameter]
