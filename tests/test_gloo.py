@@ -132,8 +132,7 @@ def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional,
         inputs = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
         mine = inputs[rank].clone()
         job = Job(mine, (), simulated.plan, "", None, None, Pass(step, 0, residuals))
-        with pytest.raises(StopIteration):
-            next(job.run(groups))
+        job.run(groups)
         results.append((mine, simulated.step(inputs)[rank]))
     for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
         results.append((real.memory.tensors()["residual"], imagined.memory.tensors()["residual"]))
@@ -175,15 +174,6 @@ def test_random_delays_neither_deadlock_nor_mix_buckets_up(rank, world, topology
     assert 0 < report.times[0] < took  # the time of two simultaneous exchanges counts once
     assert report.times[1] <= report.times[0]
     torch.testing.assert_close(torch.stack(received), expected, atol=1e-7, rtol=1e-5)
-
-
-@on_ranks(2)
-def test_an_empty_bucket_completes_in_its_turn(rank, world):
-    """Otherwise the batch after the next would start on groups in use, on some ranks earlier than on others."""
-    _, state = attached(nn.Linear(4, 4))
-    bucket = (nn.Parameter(torch.empty(0)),)
-    job = Job(torch.empty(0), bucket, mock.Mock(), "", None, None, Pass(0, 0, state.residuals))
-    assert next(job.run(state.groups, background=True), "ended") is None
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])

@@ -267,9 +267,9 @@ def test_a_damaged_payload_fails_on_the_device():
 def loopback(monkeypatch):
     """Simulates four ranks, of which the other three send what this one sends."""
 
-    def perform(request, group, background, across_nodes):
+    def perform(request, group, wait, across_nodes):
         payload = request.payload
-        return payload.expand(4, -1).contiguous() if isinstance(request, AllGather) else payload.clone(), None
+        return payload.expand(4, -1).contiguous() if isinstance(request, AllGather) else payload.clone()
 
     monkeypatch.setattr(drive, "perform", perform)
     if dist.is_initialized():

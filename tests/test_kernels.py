@@ -24,6 +24,8 @@ from lightning_topk.core.select import TopK
 from lightning_topk.core.wire import WIRES, Codec
 
 pytest.importorskip("triton")
+import triton
+
 from lightning_topk.core.ops import cuda
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -37,7 +39,7 @@ NUMEL = 12_001 if INTERPRETED else 70_001
 
 @pytest.mark.process
 @pytest.mark.skipif(INTERPRETED, reason="it is the interpreter's process")
-@pytest.mark.skipif(cuda.triton.__version__ < "3.7", reason="Triton 3.6's interpreter does not run with NumPy 2.4")
+@pytest.mark.skipif(triton.__version__ < "3.7", reason="Triton 3.6's interpreter does not run with NumPy 2.4")
 def test_the_kernels_agree_with_the_reference_under_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -49,6 +51,30 @@ def test_the_kernels_agree_with_the_reference_under_the_interpreter():
 @on_a_device
 def test_the_kernels_are_tried_before_they_are_used():
     cuda.attempt(torch.device(DEVICE))
+
+
+def test_a_launch_reuses_what_was_compiled_for_the_same_combination(monkeypatch):
+    """Triton's own look-up takes the host longer than the launch."""
+    stream = mock.Mock(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    compiled, kernel, x = mock.MagicMock(), mock.MagicMock(), torch.zeros(64)
+    kernel.__getitem__.return_value.return_value = compiled
+
+    def launched(largest: int, *combination, version: int = 0) -> bool:
+        """Whether Triton looked the kernel up."""
+        before = kernel.__getitem__.call_count
+        cuda.launcher(torch.device("cuda", 0), largest, kernel, *combination)(kernel, (3,), x, 5, version=version)
+        return kernel.__getitem__.call_count > before
+
+    assert launched(10, x, True)
+    assert not launched(10, x[4:], True)
+    compiled.__getitem__.assert_called_once_with((3, 1, 1))
+    compiled.__getitem__.return_value.assert_called_once_with(x, 5, stream=7)
+    for other in ((x[1:], True), (x.half(), True), (x, False)):  # alignment, dtype, constant
+        assert launched(10, *other)
+    assert launched(10, x, True, version=1)
+    for _ in range(2):
+        assert launched(2**31, x, True), "a 64-bit integer is another type"
 
 
 def inputs(name: str, numel: int) -> list[torch.Tensor]:

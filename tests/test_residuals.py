@@ -135,3 +135,17 @@ def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(new)
     assert torch.equal(held_by(residuals)[kept][0], torch.ones(8))
     (words,) = residuals.take_warnings()
     assert "residuals of 1 parameter were dropped, since their size or memory format changed" in words
+
+
+def test_shares_come_in_the_same_order_on_all_ranks():
+    """Two threads make endpoints, in an order that depends on their timing, and each share is summed over the ranks."""
+    parameters = [nn.Parameter(torch.zeros(numel)) for numel in NUMELS]
+    buckets = [tuple(parameters[2:]), tuple(parameters[:2])]
+    orders = []
+    for made in (buckets, buckets[::-1]):
+        residuals = Residuals()
+        for bucket in made:
+            residuals.endpoint(bucket, plan_bucket(TopKConfig(ratio=0.1), [p.numel() for p in bucket], 2))
+        shares = residuals.shares("residual", parameters, 2, torch.device("cpu"))
+        orders.append([[*map(id, bucket)] for bucket, *_ in shares])
+    assert orders[0] == orders[1]

@@ -77,9 +77,9 @@ def gpu(monkeypatch):
     replace_kernels(monkeypatch.setattr, lambda *_: Kernel(followed.launch))
     monkeypatch.setattr(ddp, "GradBucket", Bucket)
 
-    def perform(request, group, background, across_nodes):
+    def perform(request, group, wait, across_nodes):
         reply = reply_to(request, 0, WORLD, LOCAL)
-        return reply if reply is None else reply.zero_(), None
+        return reply if reply is None else reply.zero_()
 
     monkeypatch.setattr(drive, "perform", perform)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
@@ -282,14 +282,13 @@ def test_a_gpu_lane_takes_no_job_after_a_failed_one(gpu):
     """Other ranks still wait in the failed exchange, and the next job would answer it."""
     lane, ran = lanes.StreamLane(CUDA, mock.Mock()), []
 
-    def steps(name: str, groups: Any):
+    def run(name: str, groups: Any):
         ran.append(name)
         if name == "second":
             raise MemoryError
         return []
-        yield
 
-    jobs = [mock.Mock(run=partial(steps, name)) for name in ("first", "second", "third")]
+    jobs = [mock.Mock(run=partial(run, name)) for name in ("first", "second", "third")]
     lane.submit(jobs[0])
     for job in jobs[1:]:
         with pytest.raises(MemoryError):

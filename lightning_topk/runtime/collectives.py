@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,42 +16,49 @@ from lightning_topk.runtime.groups import all_gather
 
 
 def perform(
-    request: Request, group: dist.ProcessGroup, background: bool = False, across_nodes: bool = False
-) -> tuple[Tensor | None, dist.Work | None]:
+    request: Request,
+    group: dist.ProcessGroup,
+    wait: Callable[[dist.Work], None] | None = None,
+    across_nodes: bool = False,
+) -> Tensor | None:
     """Performs one request as a collective, of ranks that share nodes if ``across_nodes``, of which there are several.
 
-    Returns the reply (see the request's class). In the ``background`` it returns before the collective ends, also with
-    the work to wait for before reading the reply.
+    Returns the reply (see the request's class). With ``wait`` the collective runs in the background until that returns.
     """
     payload, rank, world = request.payload, dist.get_rank(group), dist.get_world_size(group)
     if payload.is_cuda and "cuda:gloo" in dist.get_backend_config(group):
         # gloo supports most collectives on CPU tensors only: the payload is copied there and back, and the host waits.
-        reply, _ = perform(replace(request, payload=payload.cpu()), group, False, across_nodes)
-        return None if reply is None else reply.to(payload.device), None
+        reply = perform(replace(request, payload=payload.cpu()), group, None, across_nodes)
+        return None if reply is None else reply.to(payload.device)
     if isinstance(request, AllGather) and not payload.is_cuda and not across_nodes:
         # gloo gathers in a ring of W - 1 steps, one after the other. An all-to-all of W copies takes one step, but each
         # rank of another node gets a copy of its own: a ring sends fewer bytes between nodes of several ranks.
         request = AllToAll(payload.repeat(world, 1), request.direction, request.among)
         payload = request.payload
+    options: dict[str, Any] = {"group": group, "async_op": wait is not None}
+    root = dist.get_global_rank(group, 0)
+    received: Tensor | None
     if isinstance(request, AllToAll):
         received = torch.empty_like(payload)
-        return received, dist.all_to_all_single(received, payload, group=group, async_op=background)
-    if isinstance(request, AllGather):
+        work = dist.all_to_all_single(received, payload, **options)
+    elif isinstance(request, AllGather):
         received = payload.new_empty(world, len(payload))
-        return received, all_gather(received.view(-1), payload, group, background)
-    if isinstance(request, AllReduce):
-        return payload, dist.all_reduce(payload, group=group, async_op=background)
-    root = dist.get_global_rank(group, 0)
-    if isinstance(request, Gather):
-        rows = payload.new_empty(world, len(payload)) if rank == 0 else None
-        into = None if rows is None else list(rows.unbind())
-        return rows, dist.gather(payload, into, dst=root, group=group, async_op=background)
-    assert isinstance(request, Broadcast)
-    # A scatter of equal rows: rank 0 itself sends to every other rank, as the parameter server of the papers does. A
-    # broadcast would forward through a tree that depends on the backend, so its bytes could not be predicted.
-    received = torch.empty_like(payload)
-    row = [payload] * world if rank == 0 else None
-    return received, dist.scatter(received, row, src=root, group=group, async_op=background)
+        work = all_gather(received.view(-1), payload, group, wait is not None)
+    elif isinstance(request, AllReduce):
+        received, work = payload, dist.all_reduce(payload, **options)
+    elif isinstance(request, Gather):
+        received = payload.new_empty(world, len(payload)) if rank == 0 else None
+        into = None if received is None else list(received.unbind())
+        work = dist.gather(payload, into, dst=root, **options)
+    else:
+        assert isinstance(request, Broadcast)
+        # A scatter of equal rows: rank 0 itself sends to every other rank, as the parameter server of the papers does.
+        # A broadcast would forward through a tree that depends on the backend, so its bytes could not be predicted.
+        received = torch.empty_like(payload)
+        work = dist.scatter(received, [payload] * world if rank == 0 else None, src=root, **options)
+    if wait is not None and work is not None:
+        wait(work)
+    return received
 
 
 def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[float, float]:

@@ -8,7 +8,7 @@ submits jobs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +24,6 @@ from lightning_topk.runtime import collectives
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.runtime.passes import Pass, Result, mark
-
-Steps = Generator["dist.Work | None", None, Tensor]
-"""A generator that yields before it waits: a collective, or None to wait until all earlier steps have ended."""
 
 
 @dataclass(eq=False)
@@ -49,10 +46,11 @@ class Job:
     of: Pass
 
     @torch.no_grad()
-    def run(self, groups: Groups, background: bool = False) -> Steps:
+    def run(self, groups: Groups, wait: Callable[[dist.Work], None] | None = None) -> Tensor:
         """Exchanges the gradient over ``groups``, which no other job in progress uses; returns the delivered one.
 
-        In the ``background``, collectives run asynchronously while other jobs progress; if not, it never yields.
+        With ``wait``, collectives run in the background, and it is called with each. Without, they run in the current
+        stream, or the caller waits.
         """
         # Sparse gradients are converted to dense tensors for the exchange, and back afterwards. On a GPU the host waits
         # for that: the size of a sparse tensor depends on data.
@@ -60,10 +58,8 @@ class Job:
         try:
             g = (self.gradient.to_dense() if sparse else self.gradient).view(-1)
             if g.numel():
-                yield from self._exchange(g, groups, background)
+                self._exchange(g, groups, wait)
             else:
-                if background:
-                    yield None  # ends in its turn: until then the next exchange must not use its groups
                 self.of.results.append(Result(self.bucket, self.plan))
             return g.view(self.gradient.shape).to_sparse(1) if sparse else self.gradient
         except Exception as error:
@@ -73,7 +69,7 @@ class Job:
                 f"{groups.timeout} counts as lost.)"
             ) from error
 
-    def _exchange(self, g: Tensor, groups: Groups, background: bool) -> Generator[dist.Work, None, None]:
+    def _exchange(self, g: Tensor, groups: Groups, wait: Callable[[dist.Work], None] | None) -> None:
         """Exchanges ``g`` ``[numel]`` and keeps the result: performs the exchange's requests, and counts their bytes.
 
         The DEBUG log gets a line before each collective: after a timeout, NCCL's watchdog ends the process and names
@@ -97,10 +93,7 @@ class Job:
                     where = groups.place, now.step, self.name  # not the job, which a record of the log would keep
                     LOGGER.debug("%s, step %d, %s: %s of %d elements among %s, %s", *where, *what)
                 across_nodes = request.among == "all" and 1 < local < world
-                reply, work = collectives.perform(request, groups.among[request.among], background, across_nodes)
-                if work is not None:
-                    yield work
-                    work.wait()
+                reply = collectives.perform(request, groups.among[request.among], wait, across_nodes)
         except StopIteration as stopped:
             outcome = stopped.value
         finally:

@@ -2,14 +2,13 @@
 
 Collectives issued from callbacks of several buckets interleave differently on different ranks, and then deadlock or
 pair up wrongly (pytorch #48478). So whole exchanges run in order on a *lane* with its own process groups: on CUDA a
-side stream, on CPU a thread. The thread may have two exchanges in progress, which alternate between two sets of groups:
-it computes for one while the bytes of the other are in transit. Exchanges end in the order in which they begin, so
-within each set collectives have the same order on all ranks, whatever the timing. The thread only waits for the older
-exchange, which therefore always makes progress.
+side stream, on CPU two threads. Each thread has groups of its own, and exchanges take turns between them: one computes
+while the bytes of the other are in transit. So within a set of groups collectives have the same order on all ranks,
+whatever the timing.
 
 This needs collectives that start without waiting for other ranks, since the order in which a rank starts those of
 different sets depends on its timing. With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares each collective across all
-ranks before starting it, so there is only one set and one exchange at a time.
+ranks before starting it, so there is only one set and one thread.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterator
 from itertools import cycle
 
 import torch
@@ -38,84 +35,116 @@ IDLE = 0.5
 
 
 class ThreadLane:
-    """A lane for CPU tensors: one daemon thread, so that a rank stuck in a collective can still exit.
-
-    The thread ends when it is idle: nobody need close a lane, and Lightning's tests fail if a thread is left.
-    """
+    """A lane for CPU tensors: a thread for each set of groups. One computes at a time; the other may wait for bytes."""
 
     stream = None
 
     def __init__(self, groups: Groups) -> None:
-        sets = [groups] if groups.second_groups is None else [groups, groups.second_groups]
-        self._groups, self._max_in_flight = cycle(sets), len(sets)
         self.error: Exception | None = None  # the first of any job
-        self._jobs: queue.SimpleQueue[Iterator[bool]] = queue.SimpleQueue()
-        self._abandoned: list[dist.Work] = []  # collectives of jobs in progress when another one failed
-        self._lock = threading.Lock()  # held while a thread starts, or ends because it is idle
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self._computing = threading.Lock()  # held by a thread unless it waits
+        self._lock = threading.Lock()  # of the error and the promised futures
+        self._promised: dict[Job, Future] = {}
+        sets = [groups] if groups.second_groups is None else [groups, groups.second_groups]
+        self._threads = [_Thread(self, each) for each in sets]
+        self._turns = cycle(self._threads)
 
     def submit(self, job: Job) -> Future:
         """Queues a job; returns a future of its result, or of the first error of any job."""
         done: Future = torch.futures.Future()
         with self._lock:
-            self._jobs.put(self._fulfil(job, next(self._groups), done))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
-                self._thread.stop = self.close  # type: ignore[attr-defined]  # Lightning's tests call it
-                self._thread.start()
-                _THREADED.add(self)
+            self._promised[job] = done
+        if self.error is not None:  # another rank may be waiting in the exchange that failed here
+            self._fail(self.error)
+        else:
+            next(self._turns).put(job)
+            _THREADED.add(self)
         # DDP waits in C++, where an exception set from Python would arrive as an odd value. A callback that raises it
         # turns it into an error of the future that DDP sees.
         return done.then(lambda future: future.value())
 
-    def _run(self) -> None:
-        """Begins the next job if one is queued and may start; otherwise advances the oldest one by a step."""
-        in_progress: deque[Iterator[bool]] = deque()
-        while True:
-            if len(in_progress) < self._max_in_flight:
-                try:
-                    job = self._jobs.get(block=not (in_progress or self._closed), timeout=IDLE)
-                except queue.Empty:
-                    with self._lock:
-                        if not in_progress and self._jobs.empty():
-                            self._thread = None
-                            return
-                else:
-                    if next(job, False):
-                        in_progress.append(job)
-                    continue
-            if in_progress and not next(in_progress[0], False):
-                in_progress.popleft()
+    def run(self, job: Job, groups: Groups) -> None:
+        """Runs a job over groups, in their thread, and completes its future."""
+        with self._computing:
+            if self.error is not None:
+                return
+            try:
+                result = job.run(groups, self._wait)
+            except Exception as error:
+                self._fail(error)
+                return
+        with self._lock:
+            done = self._promised.pop(job, None)
+        if done is not None:
+            done.set_result(result)
 
-    def _fulfil(self, job: Job, groups: Groups, promised: Future) -> Iterator[bool]:
-        """Runs a job, yields True whenever it waits, and completes its future."""
-        collective, steps = None, job.run(groups, self._max_in_flight > 1)
+    def _wait(self, work: dist.Work) -> None:
+        """Lets the other thread compute until a collective has ended."""
+        self._computing.release()
         try:
-            while True:
-                if self.error is not None:
-                    # Another rank may be waiting in the exchange that failed here: the next job would answer it.
-                    if collective is not None:
-                        self._abandoned.append(collective)
-                    raise self.error
-                collective = next(steps)
-                yield True
-        except StopIteration as end:
-            promised.set_result(end.value)
-        except Exception as error:
-            self.error = error
-            promised.set_exception(error)  # type: ignore[arg-type]  # torch annotates the result's type
+            work.wait()
         finally:
-            steps.close()  # of an exchange that does not go on: what it has sent returns to the residuals
+            self._computing.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def _fail(self, error: Exception) -> None:
+        """Fails all jobs that have not ended: another rank may never join their collectives."""
+        with self._lock:
+            self.error = self.error or error
+            promised, self._promised = self._promised, {}
+        for done in promised.values():
+            done.set_exception(self.error)  # type: ignore[arg-type]  # torch annotates the result's type
 
     def close(self) -> bool:
         """Ends the lane; returns whether all jobs ended within ``PATIENCE`` seconds, with no collective in progress."""
         _THREADED.discard(self)
-        thread, self._closed = self._thread, True
+        end = time.monotonic() + PATIENCE
+        ended = [each.end(end) for each in self._threads]
+        return all(ended)
+
+
+class _Thread:
+    """A thread that runs jobs over its groups, in order; a daemon, so that a rank stuck in a collective can still exit.
+
+    It ends when it is idle: nobody need close a lane, and Lightning's tests fail if a thread is left.
+    """
+
+    def __init__(self, lane: ThreadLane, groups: Groups) -> None:
+        self._lane, self._groups = lane, groups
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # held while the thread starts, or ends because it is idle
+        self._running: threading.Thread | None = None
+
+    def put(self, job: Job) -> None:
+        """Queues a job, and starts the thread if it has ended."""
+        with self._lock:
+            self._jobs.put(job)
+            if self._running is None:
+                self._running = threading.Thread(target=self._run, name=NAME, daemon=True)
+                self._running.stop = self._lane.close  # type: ignore[attr-defined]  # Lightning's tests call it
+                self._running.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=IDLE)
+            except queue.Empty:
+                with self._lock:
+                    if self._jobs.empty():
+                        self._running = None
+                        return
+            else:
+                if job is None:
+                    return
+                self._lane.run(job, self._groups)
+
+    def end(self, deadline: float) -> bool:
+        """Ends the thread after the jobs in its queue; returns whether it has ended by then."""
+        thread = self._running
         if thread is not None:
-            self._jobs.put(iter(()))  # wakes the thread
-            thread.join(timeout=PATIENCE)
-        return (thread is None or not thread.is_alive()) and all(work.is_completed() for work in self._abandoned)
+            self._jobs.put(None)
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        return thread is None or not thread.is_alive()
 
 
 _THREADED = weakref.WeakSet[ThreadLane]()
@@ -155,9 +184,7 @@ class StreamLane:
             if self.error is not None:
                 raise self.error  # another rank may be waiting in the exchange that failed here
             try:
-                next(job.run(self._groups))  # never yields
-            except StopIteration as end:
-                done.set_result(end.value)
+                done.set_result(job.run(self._groups))
             except Exception as error:
                 self.error = error
                 raise

@@ -134,7 +134,14 @@ class Residuals:
         different factors, the memories of some change their unit.
         """
         end, last = self._live[parameters], self._rates.get(parameters, 1.0)
-        ratios = [self._ratio(self._kept[p], rates, p, last) for p in parameters]
+        ratios, several = [], [self._kept[p] for p in parameters]
+        known: dict[tuple[int | None, Unit], tuple[float, Unit]] = {}
+        for p, kept in zip(parameters, several, strict=True):
+            alike = rates.group_of.get(p), kept.unit
+            if alike not in known:
+                known[alike] = _ratio(kept.unit, rates.of(p), rates.in_last_step(p), rates.stepped, last)
+            ratio, kept.unit = known[alike]
+            ratios.append(ratio)
         now = ratios[max(range(len(parameters)), key=end.plan.parts.sizes.__getitem__)]
         factors = [now / ratio for ratio in ratios]
         if any(abs(factor - 1) > 1e-6 for factor in factors):
@@ -142,28 +149,10 @@ class Residuals:
             for link, each in zip(end.links, spread, strict=True):
                 for memory in link.memory.tensors().values():
                     memory.mul_(each)
-            for p, factor in zip(parameters, factors, strict=True):
-                kept = self._kept[p]
+            for kept, factor in zip(several, factors, strict=True):
                 kept.unit = kept.unit._replace(rate=kept.unit.rate / factor)
         self._rates[parameters] = now
         return now
-
-    @staticmethod
-    def _ratio(kept: _Kept, rates: Rates, p: Tensor, last: float) -> float:
-        """The rate of a pass over a parameter's unit; ``last`` if there is none. Notes the unit that it has by then.
-
-        SGD moves by gradient times rate. Other optimizers divide by past gradients, which one that a falling rate has
-        enlarged a hundred times would spoil for long: so for theirs a step's rate counts as ``FALL`` of the one before
-        at least.
-        """
-        now, stepped = rates.of(p), rates.in_last_step(p)
-        if now.rate and (kept.unit.optimizer != now.optimizer if kept.unit.rate else rates.stepped):
-            kept.unit = stepped._replace(rate=stepped.rate / last)
-        ratio = now.over(kept.unit) or last
-        if now.optimizer != "SGD" and ratio < FALL * last:
-            ratio = FALL * last
-            kept.unit = now._replace(rate=now.rate / ratio)
-        return ratio
 
     def drop_endpoints(self, parameters: set[Tensor]) -> None:
         """Drops the endpoints that hold any of these parameters; their next exchange creates new ones."""
@@ -289,8 +278,9 @@ class Residuals:
         parts, and the servers'. The last item splits the sum into ``[numel]`` for each parameter. All shares of a dtype
         are made in the same memory, one bucket's, on the device.
         """
-        rest = dict.fromkeys(parameters)
+        rest = {parameter: number for number, parameter in enumerate(parameters)}
         live = [(bucket, end) for bucket, end in self._live.items() if rest.keys() >= {*bucket}]
+        live.sort(key=lambda each: rest[each[0][0]])  # the order in which lanes made them may differ by rank
         for bucket, _ in live:
             for parameter in bucket:
                 del rest[parameter]
@@ -349,6 +339,22 @@ class Residuals:
                     shared = (1 if side else end.plan.parts.count) / self._rates.get(bucket, 1.0) ** 2
                     energy[side] += shared * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
         return energy
+
+
+def _ratio(unit: Unit, now: Unit, last: Unit, stepped: bool, before: float) -> tuple[float, Unit]:
+    """The rate of a pass, ``now``, over a memory's unit; ``before`` if there is none. And the unit that it has by then.
+
+    ``last`` is the rate of the last step, if any was taken. SGD moves by gradient times rate. Other optimizers divide
+    by past gradients, which one that a falling rate has enlarged a hundred times would spoil for long: so for theirs a
+    step's rate counts as ``FALL`` of the one before at least.
+    """
+    if now.rate and (unit.optimizer != now.optimizer if unit.rate else stepped):
+        unit = last._replace(rate=last.rate / before)
+    ratio = now.over(unit) or before
+    if now.optimizer != "SGD" and ratio < FALL * before:
+        ratio = FALL * before
+        unit = now._replace(rate=now.rate / ratio)
+    return ratio, unit
 
 
 def _by_size(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:

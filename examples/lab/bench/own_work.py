@@ -131,10 +131,9 @@ def alone(workers: int) -> Iterator[None]:
     """One rank of several, whose collectives copy its own payload in place of the others'."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def perform(request: Request, *_: Any) -> tuple[Tensor, None]:
+    def perform(request: Request, *_: Any) -> Tensor:
         payload = request.payload
-        copied = payload.expand(workers, -1).contiguous() if isinstance(request, AllGather) else payload.clone()
-        return copied, None
+        return payload.expand(workers, -1).contiguous() if isinstance(request, AllGather) else payload.clone()
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
     try:

@@ -30,12 +30,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -59,12 +59,42 @@ _salts = random.Random()  # seeds of samples; its own generator, so that the use
 
 
 def attempt(device: torch.device) -> None:
-    """Compiles and runs kernels; raises an exception if Triton does not work."""
+    """Compiles kernels and launches them in both ways; raises an exception if Triton does not work."""
     e, x = torch.zeros(2, TILE, dtype=torch.float32, device=device).unbind()
     form = PayloadFormat(TILE, 1, 32, 1.0, 4, 12, 3, 12, 0)
-    payloads = send(e, x, Layout(TILE), form, None)
-    assert payloads is not None
-    receive(payloads, Layout(TILE), form, 1, x)
+    for _ in range(2):
+        payloads = send(e, x, Layout(TILE), form, None)
+        assert payloads is not None
+        receive(payloads, Layout(TILE), form, 1, x)
+
+
+def launcher(device: torch.device, largest: int, *combination: Any) -> Callable[..., None]:
+    """Returns ``launch(kernel, grid, *arguments, version=0)``, which launches on the current stream of the device.
+
+    Triton compiles a kernel for each combination of dtypes, constants and alignments, and derives it from every
+    argument of every launch, which takes the host longer than the rest. So kernels are kept by the ``combination`` of
+    all that differs: tensors stand for their dtypes and alignments, and ``version`` for constants that differ between
+    launches of one kernel. Integers above 31 bits are another combination; if the ``largest`` is, none is kept.
+    """
+    key = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in combination]
+    compiled, stream = _compiled(device, *key) if largest < 2**31 else {}, None
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, version: int = 0, **options: Any) -> None:
+        nonlocal stream
+        known = compiled.get((kernel, version))
+        if known is None:
+            compiled[kernel, version] = kernel[grid](*arguments, **options, **EXACT)
+        else:
+            stream = torch.cuda.current_stream(device).cuda_stream if stream is None else stream
+            known[(*grid, 1, 1)[:3]](*arguments, stream=stream)
+
+    return launch
+
+
+@cache
+def _compiled(*combination: Any) -> dict[Any, Any]:
+    """Kernels that were compiled for a combination, see :func:`launcher`."""
+    return {}
 
 
 def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool) -> bool:
@@ -85,50 +115,64 @@ def send(
     if x.dtype not in FLOATS or form.low > LOW or not form.bits:
         return None
     numel, shards, k, width = layout.numel, layout.shards, form.k, form.nbytes // 4
-    # One memory for the payloads and all counters is cleared at once; every part begins at a multiple of 16 bytes.
-    sizes = 8, ROOT * ROOT, shards * DIGITS, shards * 8, shards * width
-    work = torch.zeros(sum(sizes), dtype=torch.int32, device=e.device)
-    state, bins, digits, kth, words = work.split(sizes)
-    payload = words.view(torch.uint8).view(shards, form.nbytes)
     stride, rank, capacity = _sampled(layout, k)
-    turns = triton.cdiv(numel, BLOCK * shards)
-    blocks, tiles = triton.cdiv(turns * shards, TILE // BLOCK), triton.cdiv(capacity, SIEVE)
-    sample = numel // stride
-    bitmap = work.new_empty(blocks * TILE // 32)
-    found = work.new_empty(shards, turns)
-    place, index = work.new_empty(shards, capacity), work.new_empty(shards, k)
-    value, chosen = e.new_empty(shards, capacity), e.new_empty(shards, k)
-    counts = work.new_empty(shards, 2, tiles)
-    begin = form.value_bytes - (-k * form.low // 8)  # of the high bitmap
+    turns = _ceil(numel, BLOCK * shards)
+    blocks, tiles = _ceil(turns * shards, TILE // BLOCK), _ceil(capacity, SIEVE)
+    sample, begin = numel // stride, form.value_bytes - (-k * form.low // 8)  # of the high bitmap
+    # One memory for the payloads and all counters is cleared at once.
+    state, bins, digits, kth, words = _split(
+        torch.zeros, e.device, 8, ROOT * ROOT, shards * DIGITS, shards * 8, shards * width
+    )
+    bitmap, found, place, index, counts, value, chosen = _split(
+        torch.empty, e.device, blocks * TILE // 32, shards * turns, shards * capacity, shards * k, shards * 2 * tiles,
+        shards * capacity, shards * k,
+    )  # fmt: skip
+    value, chosen = value.view(torch.float32), chosen.view(torch.float32)
+    payload = words[: shards * width].view(torch.uint8).view(shards, form.nbytes)
     scaled, factor = scale is not None, e if scale is None else scale
-    warps = 4 if x.dtype == e.dtype else 8  # conversion takes registers
+    rounded, warps = FLOATS[delivered or e.dtype], 4 if x.dtype == e.dtype else 8  # conversion takes registers
+    launch = launcher(e.device, max(numel, 8 * form.nbytes), e, x, factor, shards, form.bits, form.low, rounded, scaled)
     with torch.cuda.device_of(e):
-        kernels.survey[(blocks,)](
-            e, x, factor, state, bins, numel, sample, stride, triton.cdiv(sample, blocks), _salts.getrandbits(30),
-            scaled, SHIFT, TILE, 128, **EXACT,
+        launch(
+            kernels.survey, (blocks,), e, x, factor, state, bins, numel, sample, stride, _ceil(sample, blocks),
+            _salts.getrandbits(30), scaled, SHIFT, TILE, 128,
         )  # fmt: skip
-        kernels.threshold[(1,)](bins, state, rank, SHIFT, ROOT, num_warps=8, **EXACT)
-        kernels.move[(blocks,)](
-            e, x, factor, state, bitmap, found, numel, shards, turns, scaled, TILE, BLOCK, num_warps=warps, **EXACT,
+        launch(kernels.threshold, (1,), bins, state, rank, SHIFT, ROOT, num_warps=8)
+        launch(
+            kernels.move, (blocks,), e, x, factor, state, bitmap, found, numel, shards, turns, scaled, TILE, BLOCK,
+            num_warps=warps,
         )  # fmt: skip
-        ends = found.view(-1).cumsum(0, dtype=torch.int32)  # in one dimension, the scan is ten times as fast
-        kernels.gather[(blocks,)](e, bitmap, found, ends, place, value, shards, turns, capacity, TILE, BLOCK, **EXACT)
+        ends = found.cumsum(0, dtype=torch.int32)  # in one dimension, the scan is ten times as fast
+        launch(kernels.gather, (blocks,), e, bitmap, found, ends, place, value, shards, turns, capacity, TILE, BLOCK)
         for level in range(3):
-            kernels.tally[tiles, shards](
-                value, ends, digits, kth, capacity, turns, k, level, SIEVE, num_warps=8, **EXACT
+            launch(
+                kernels.tally, (tiles, shards), value, ends, digits, kth, capacity, turns, k, level, SIEVE,
+                version=level, num_warps=8,
             )  # fmt: skip
-        kernels.count[tiles, shards](
-            value, ends, digits, kth, counts, capacity, turns, tiles, k, SIEVE, num_warps=8, **EXACT
+        launch(
+            kernels.count, (tiles, shards), value, ends, digits, kth, counts, capacity, turns, tiles, k, SIEVE,
+            num_warps=8,
         )  # fmt: skip
-        kernels.choose[tiles, shards](
-            place, value, ends, kth, counts, index, chosen, words, capacity, turns, tiles, k, layout.shard_size, width,
-            8 * begin, form.check, form.low, SIEVE, num_warps=16, **EXACT,
+        launch(
+            kernels.choose, (tiles, shards), place, value, ends, kth, counts, index, chosen, words, capacity, turns,
+            tiles, k, layout.shard_size, width, 8 * begin, form.check, form.low, SIEVE, num_warps=16,
         )  # fmt: skip
-        kernels.write[triton.cdiv(k, SLOTS), shards](
-            e, state, index, chosen, payload, words, k, numel, shards, form.largest, form.value_bytes, begin,
-            form.nbytes, form.bits, form.low, FLOATS[delivered or e.dtype], SLOTS, BLOCK, num_warps=8, **EXACT,
+        launch(
+            kernels.write, (_ceil(k, SLOTS), shards), e, state, index, chosen, payload, words, k, numel, shards,
+            form.largest, form.value_bytes, begin, form.nbytes, form.bits, form.low, rounded, SLOTS, BLOCK, num_warps=8,
         )  # fmt: skip
     return payload
+
+
+def _split(make: Callable[..., Tensor], device: torch.device, *sizes: int) -> Sequence[Tensor]:
+    """Makes int32 tensors of at least these sizes in one memory; each begins at a multiple of 16 bytes."""
+    full = [-(-size // 4) * 4 for size in sizes]
+    return make(sum(full), dtype=torch.int32, device=device).split(full)
+
+
+def _ceil(count: int, size: int) -> int:
+    """How many pieces of a size hold ``count``; triton.cdiv takes 5 µs of the host."""
+    return -(-count // size)
 
 
 def _sampled(layout: Layout, k: int) -> tuple[int, int, int]:
@@ -156,21 +200,26 @@ def receive(
     at_once = rows if by_shard or not ordered else 1
     begin = form.value_bytes - (-form.k * form.low // 8)
     size = form.value_bytes + form.index_bytes - begin
-    tiles = triton.cdiv(form.nbytes, OCTETS)
-    grid = triton.cdiv(begin + size, OCTETS) - begin // OCTETS, at_once
+    tiles = _ceil(form.nbytes, OCTETS)
+    grid = _ceil(begin + size, OCTETS) - begin // OCTETS, at_once
     counts = words.new_empty(2, rows, tiles)
     flags = torch.empty(2, dtype=torch.bool, device=out.device)
+    shared, factor = at_once > 1 and not by_shard, out if scale is None else scale
+    launch = launcher(
+        out.device, max(layout.numel, 8 * form.nbytes), payloads, out, factor, layout.shards, form.bits, form.low,
+        scale is None, by_shard, shared,
+    )  # fmt: skip
     with torch.cuda.device_of(out):
-        kernels.weigh[triton.cdiv(tiles, WEIGHED), rows](
-            words, counts, flags, begin, size, width, tiles, rows, WEIGHED, OCTETS // 4, **EXACT
-        )
+        launch(
+            kernels.weigh, (_ceil(tiles, WEIGHED), rows), words, counts, flags, begin, size, width, tiles, rows,
+            WEIGHED, OCTETS // 4,
+        )  # fmt: skip
         ends = counts.view(-1).cumsum(0, dtype=torch.int32)
         for first in range(0, rows, at_once):
-            kernels.add[grid](
-                payloads, counts, ends, out, flags, out if scale is None else scale, first, rows, form.k,
-                form.universe, layout.numel, layout.shards, 1 / divisor, form.check, form.value_bytes, begin, size,
-                form.nbytes, tiles, scale is not None, form.bits, form.low, by_shard, at_once > 1 and not by_shard,
-                OCTETS, BLOCK, **EXACT,
+            launch(
+                kernels.add, grid, payloads, counts, ends, out, flags, factor, first, rows, form.k, form.universe,
+                layout.numel, layout.shards, 1 / divisor, form.check, form.value_bytes, begin, size, form.nbytes,
+                tiles, scale is not None, form.bits, form.low, by_shard, shared, OCTETS, BLOCK,
             )  # fmt: skip
     torch._assert_async(flags[0], f"lightning_topk: a payload {DAMAGED}")
     return flags[1]
@@ -190,7 +239,8 @@ def copy_parts(bucket: Tensor, rows: Tensor, pieces: tuple[Tensor, Tensor], bad:
 def nan_unless_(g: Tensor, starts: Tensor, condition: Tensor) -> None:
     """Same as :func:`lightning_topk.core.ops.reference.nan_unless_`, in one launch."""
     with torch.cuda.device_of(g):
-        kernels.nan_unless[(triton.cdiv(len(starts), SLOTS),)](g, starts, condition, len(starts), SLOTS, **EXACT)
+        launch = launcher(g.device, len(starts), g, starts, condition)
+        launch(kernels.nan_unless, (_ceil(len(starts), SLOTS),), g, starts, condition, len(starts), SLOTS)
 
 
 def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor | None, tables: dict[str, Any]) -> None:
@@ -200,7 +250,7 @@ def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor 
     copied to the device where they changed.
     """
     buffer, parameter, (rows, rules) = several[0].buffer, several[0].parameter, address_table(several)
-    tiles = [triton.cdiv(row[6], SLOTS) for row in rows]
+    tiles = [_ceil(row[6], SLOTS) for row in rows]
     firsts = [end - own for end, own in zip(accumulate(tiles), tiles, strict=True)]
     if not sum(tiles):
         return  # empty shards
