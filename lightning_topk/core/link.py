@@ -84,8 +84,10 @@ class Link:
         payloads is NaN, so that every receiver notices, and the memory is unchanged.
         """
         memory, measure, sizes = self.memory, step.measure, self.sizes
-        if scale is not None:
-            x = _unscaled(x, memory.dtype, scale)
+        if scale is not None:  # by multiplication, as a GradScaler does
+            given, x = x, x.to(memory.dtype).mul_(scale.reciprocal())  # in place, or in a copy: 16 bits may underflow
+            if x is not given:
+                given.zero_()
         finite = reference.is_finite(x)
         a = memory.compensate(reference.zero_unless_(x, finite), finite)
         index, value, selected = self.selector.select(a, self.layout, codec.k, step.number)
@@ -140,18 +142,6 @@ def fused(link: Link, exact: bool = False) -> Link:
         if function is not None:
             return FusedLink(layout, link.selector, memory, delivered, link.sizes, function=function)
     return link
-
-
-def _unscaled(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """Removes a scale in ``dtype``, by multiplication as a GradScaler does.
-
-    In place, or in a copy, which zeroes ``x``, since 16 bits may underflow.
-    """
-    if x.dtype == dtype:
-        return x.mul_(scale.reciprocal())
-    wide = x.to(dtype).mul_(scale.reciprocal())
-    x.zero_()
-    return wide
 
 
 def norm(g: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
