@@ -116,7 +116,7 @@ def fit(
     callbacks: Sequence[Callback] = (), ckpt_path: Any = None, monitor: bool = True, **options: Any,
 ) -> tuple[L.Trainer, dict[str, float]]:  # fmt: skip
     """Trains five steps by default; returns the Trainer and the values that the monitor logged."""
-    callbacks = [CompressionMonitor(details=True)] * monitor + [*callbacks]
+    callbacks = [CompressionMonitor()] * monitor + [*callbacks]
     options = options if options.keys() & {"max_steps", "max_epochs"} else {"max_steps": 5, **options}
     trainer = trainer_of(rank, world, TopKStrategy() if strategy is None else strategy, callbacks, **options)
     trainer.fit(Module() if module is None else module, ckpt_path=ckpt_path)

@@ -222,10 +222,9 @@ class CompressionMonitor(Callback):
         who = f"this rank sent {sent['uplink']} up and {sent['downlink']} down"
         if self.volume.by_node:
             who = f"this node sent {sent['inter_node']} to others (and {sent['intra_node']} inside)"
+        begun = f"{steps:,} step{'s' * (steps != 1)}" + f" since step {self._since:,}" * (self._since > 0)
         words = [
-            f"lightning_topk: in {steps:,} step{'s' * (steps != 1)}"
-            + f" since step {self._since:,}" * (self._since > 0),
-            f"{who} instead of {sent['dense']} ({float(volume['saving']):.1f}x less)",
+            f"lightning_topk: in {begun} {who} instead of {sent['dense']} ({float(volume['saving']):.1f}x less)",
             f"density {self._density:.3g} at the end",
         ]
         if self.uplink_error.update_called:
@@ -235,7 +234,7 @@ class CompressionMonitor(Callback):
                 f"exchange {1000 * seconds:.1f} ms per step with waiting for other ranks, {hidden:.0%} of it hidden "
                 "behind backward",
             ]
-        return ", ".join(words) + "."
+        return "; ".join(words) + "."
 
 
 def _state(trainer: Trainer) -> HookState | None:
