@@ -1,6 +1,7 @@
 """The laws on real process groups, through DDP's reducer, in all its modes."""
 
 import copy
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -19,11 +20,13 @@ from ranks import alike, attach, attached, every_rank, gradient, local_gradient,
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_topk.bucket import plan_step
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime import collectives
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.jobs import Job
 from lightning_topk.runtime.passes import Pass
+from lightning_topk.runtime.telemetry import Report
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
@@ -175,6 +178,29 @@ def test_random_delays_neither_deadlock_nor_mix_buckets_up(rank, world, topology
     assert 0 < report.times[0] < took  # the time of two simultaneous exchanges counts once
     assert report.times[1] <= report.times[0]
     torch.testing.assert_close(torch.stack(received), expected, atol=1e-7, rtol=1e-5)
+
+
+@on_ranks(2)
+def test_records_have_the_order_of_submission_whichever_exchange_ends_first(rank, world):
+    groups = Groups.make(None, torch.device("cpu"), None, 1, hierarchy=False)
+    (plan,) = plan_step(TopKConfig(ratio=0.5).resolve(world, 1), [((8,), 4, (), 0)], world)
+    end = plan.endpoint(rank, torch.float32, torch.device("cpu"))
+    residuals, buckets = mock.Mock(endpoint=lambda *_: end), [(nn.Parameter(torch.ones(8)),) for _ in range(2)]
+    now = Pass(0, 0, residuals, buckets=buckets, records=[None, None], ended=True)
+    whole = [now.whole]
+    for place in (1, 0):
+        with pytest.raises(StopIteration):
+            next(Job(torch.ones(8), buckets[place], plan, "", None, None, now, place).run(groups))
+        whole.append(now.whole)
+    assert whole == [False, False, True]
+    assert all(record.bucket is bucket for record, bucket in zip(now.records, buckets, strict=True))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("spans", itertools.permutations([(0.0, 10.0), (5.0, 6.0), (9.0, 12.0)]))
+def test_time_that_several_exchanges_share_counts_once_in_whatever_order_they_end(spans):
+    records = [mock.Mock(begun=begun, ended=ended) for begun, ended in spans]
+    assert [Report(timed=[(records, ready)]).times for ready in (8.0, 20.0, None)] == [(12, 4), (12, 0), (12, 12)]
 
 
 @on_ranks(2)

@@ -254,18 +254,19 @@ import lightning as L, lightning_topk, trainers
 from lightning.pytorch.demos.boring_classes import BoringModel
 from ranks import held_by
 
-def norms(strategy):
-    held = held_by(strategy._last.residuals)
+def norms(state):
+    held = held_by(state.residuals)
     return {id(p): float(sum(part.norm() for part in parts)) for p, parts in held.items()}
 
-class First(L.Callback):
+class First(trainers.Keeper):
     def on_train_start(self, trainer, pl_module):
-        self.at_start = norms(trainer.strategy)
+        self.at_start = norms(self.state)
 
 if __name__ == "__main__":
-    first, strategy, model = First(), lightning_topk.TopKStrategy(ratio=0.01), BoringModel()
+    first, model = First(), BoringModel()
     callbacks = [first, lightning_topk.CompressionMonitor()]
-    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=3, callbacks=callbacks, **trainers.QUIET)
+    options = {"devices": 2, "max_steps": 3, "callbacks": callbacks, **trainers.QUIET}
+    trainer = L.Trainer(strategy=lightning_topk.TopKStrategy(ratio=0.01), **options)
     left = {}
     for number, model, steps in ((1, model, 3), (2, model, 6), (3, BoringModel(), 3)):
         trainer.fit_loop.epoch_loop.max_steps = 3 * number
@@ -273,9 +274,9 @@ if __name__ == "__main__":
         assert trainer.world_size == 2 and trainer.global_step == 3 * number, trainer.global_step
         # The same parameters keep their residuals; another model starts without, and at step 0.
         assert first.at_start == ({} if number == 3 else left), (number, first.at_start, left)
-        left = norms(strategy)
+        left = norms(first.state)
         assert all(norm > 0 for norm in left.values()) and left
-        assert strategy._last.steps == steps
+        assert first.state.steps == steps
     print(f"rank {trainer.global_rank} trained\\n", end="", flush=True)
 """
 

@@ -100,6 +100,15 @@ class Gan(Module):
         return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.net, self.other)]
 
 
+class Keeper(Callback):
+    """Keeps the strategy's latest state, which is closed after fit and still has its residuals."""
+
+    def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.state = trainer.strategy.topk_state
+
+    on_train_end = on_fit_start
+
+
 def trainer_of(
     rank: int | None, world: int, strategy: Strategy | str, callbacks: Sequence[Callback] = (), **options: Any
 ) -> L.Trainer:
