@@ -197,7 +197,7 @@ def test_records_have_the_order_of_submission_whichever_exchange_ends_first(rank
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("spans", itertools.permutations([(0.0, 10.0), (5.0, 6.0), (9.0, 12.0)]))
+@pytest.mark.parametrize("spans", [*itertools.permutations([(0.0, 10.0), (5.0, 6.0), (9.0, 12.0)])])
 def test_time_that_several_exchanges_share_counts_once_in_whatever_order_they_end(spans):
     records = [mock.Mock(begun=begun, ended=ended) for begun, ended in spans]
     assert [Report(timed=[(records, ready)]).times for ready in (8.0, 20.0, None)] == [(12, 4), (12, 0), (12, 12)]
