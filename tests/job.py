@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -20,11 +21,11 @@ from lightning_topk.runtime import collectives
 FIRST_LIFE = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
-def tell(trainer, *_) -> None:
-    """Prints the last logged values, and whether this is the job's first life."""
+def tell(monitor, trainer, *_) -> None:
+    """Prints the bytes of this life, their steps, and whether it is the job's first."""
     if trainer.is_global_zero:
-        logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        print(json.dumps({**logged, "first life": FIRST_LIFE}), flush=True)
+        sent = {name: float(value) for name, value in monitor.volume.compute().items()}
+        print(json.dumps({**sent, "steps": monitor.volume.update_count, "first life": FIRST_LIFE}), flush=True)
 
 
 def main(folder: Path, victim: int, requests: int, strategy: dict, **options) -> None:
@@ -42,7 +43,8 @@ def main(folder: Path, victim: int, requests: int, strategy: dict, **options) ->
     (folder / "pids").mkdir(parents=True, exist_ok=True)
     (folder / "pids" / str(os.getpid())).touch()
     saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True)
-    callbacks = [CompressionMonitor(details=True), saving, LambdaCallback(on_train_end=tell)]
+    monitor = CompressionMonitor()
+    callbacks = [monitor, saving, LambdaCallback(on_train_end=partial(tell, monitor))]
     options = {**QUIET, "enable_checkpointing": True, "log_every_n_steps": 1, **options}
     trainer = L.Trainer(strategy=TopKStrategy(**strategy), callbacks=callbacks, **options)
     last = folder / "last.ckpt"

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -29,12 +28,9 @@ from lab.bench.peers import PEERS
 from lab.data import Data
 from lab.models import DIGIT, mlp
 from lab.training import DiLoCo, Optimizer
-from lightning_topk import CompressionMonitor, __main__
-from lightning_topk.adapters.lightning.callback import COMPARED
+from lightning_topk import __main__
 from lightning_topk.bench.peers import ours
-from lightning_topk.config import TopKConfig
 from lightning_topk.plan import link
-from lightning_topk.schedule import ExponentialWarmup
 
 LAB = Path(commands.__file__).parent
 
@@ -111,24 +107,6 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, tmp_path)
 def test_invalid_arguments_are_refused_in_a_sentence(monkeypatch, words, message):
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, *words.split())
-
-
-@pytest.mark.parametrize(
-    ("dense", "ratio", "expected"), [(0.001, ExponentialWarmup(0.001, steps=10), 1), (0.001, 0.12, 1), (0.1, 0.12, 0)]
-)
-def test_the_monitor_warns_once_when_dense_all_reduces_would_take_less(dense, ratio, expected):
-    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda value, reduce_op: value)
-    trainer, config, report = SimpleNamespace(strategy=strategy), TopKConfig(ratio), SimpleNamespace(times=(0.01, 0.0))
-    fit = CompressionMonitor()._fit
-    fit.density = 0.12
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for fit.steps in range(COMPARED):
-            fit.compare(trainer, config, report, dense)
-    words = " ".join(str(warning.message) for warning in caught)
-    assert len(caught) == words.count("takes 10.0 ms per step at a density of 0.12") == expected
-    assert words.count("about 1.0 ms, so plain DDP is probably faster on this link") == expected
-    assert words.count("density decays to 0.001") == (expected and ratio != 0.12)
 
 
 @pytest.mark.process

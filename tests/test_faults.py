@@ -242,8 +242,8 @@ def test_every_launcher_of_two_nodes_trains_alike_and_a_rank_may_die(tmp_path):
     assert (ends["torchrun"] - ends["slurm"]).norm() < 0.05 * ends["slurm"].norm()
     plan = volume(TopKConfig(ratio=0.05, topology="hierarchical"), [[2, 64]], 4, local=2, step=11)
     told = json.loads(said["slurm"][0].splitlines()[-1])
-    assert told["topk/inter_node_bytes"] == plan.inter_node
-    assert told["topk/intra_node_bytes"] == plan.intra_node
+    assert told["inter_node_bytes"] == told["steps"] * plan.inter_node
+    assert told["intra_node_bytes"] == told["steps"] * plan.intra_node
     assert re.search(r"hierarchical exchange of bucket \d+ .* failed on rank \d of 4", said["torchrun"][1])
     left = subprocess.run(["pgrep", "-f", str(JOB)], capture_output=True, text=True, check=False).stdout
     assert left == "", "orphaned processes"

@@ -17,9 +17,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from ranks import alike, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainers import Gan, Module, fit, trainer_of
+from trainers import Gan, Keeper, Module, fit, trainer_of
 
 from lightning_topk import CompressionMonitor, TopKStrategy, presets
+from lightning_topk.adapters.lightning.metrics import KINDS
 
 
 def adam(parameters):
@@ -146,20 +147,26 @@ def test_with_everything_sent_training_gives_the_weights_of_ddp(rank, world, nam
 @pytest.mark.parametrize("settings", [*presets.values(), {"wire": "fp32", "bucket_cap_mb": 0.001}], ids=str)
 @on_ranks(2)
 def test_every_preset_trains_and_logs_the_bytes_that_are_predicted(rank, world, settings):
-    names, model, planned, sent = ("uplink", "downlink", "dense", "intra_node", "inter_node"), Module(), [], []
+    model, monitor, planned, sent, logged = Module(), CompressionMonitor(), [], [], []
 
     def predict(trainer, *_):
-        plan = trainer.strategy.topk_state.predicted()
-        planned.append([getattr(plan, name) for name in names])
+        planned.append(vars(trainer.strategy.topk_state.predicted()))
 
     def look(trainer, *_):
-        sent.append([int(trainer.callback_metrics[f"topk/{name}_bytes"]) for name in names])
+        logged.append([int(trainer.callback_metrics[f"topk/{way}_bytes"]) for way in ("uplink", "downlink")])
+        sent.append(monitor.volume.compute())
 
     callback = LambdaCallback(on_train_batch_start=predict, on_train_batch_end=look)
-    fit(rank, world, model, TopKStrategy(**settings), [callback], log_every_n_steps=1)
+    fit(rank, world, model, TopKStrategy(**settings), [monitor, callback], monitor=False)
     assert alike(weights(model))
     assert len(sent) == 5
-    assert sent[2:] == planned[2:]  # DDP regroups its buckets after the first step
+    # DDP regroups its buckets after the first step.
+    assert logged[2:] == [[plan["uplink"], plan["downlink"]] for plan in planned[2:]]
+    for kind in KINDS:
+        counted = [
+            int(after[f"{kind}_bytes"] - before[f"{kind}_bytes"]) for before, after in itertools.pairwise(sent[1:])
+        ]
+        assert counted == [plan[kind] for plan in planned[2:]]
 
 
 @on_ranks(4)
@@ -259,12 +266,12 @@ def test_layers_that_are_unfrozen_later_are_exchanged_too(rank, world):
 @on_ranks(2)
 def test_a_static_graph_is_exchanged_after_every_rebuild_in_manual_optimization(rank, world):
     """Lightning launches the first exchange of a static graph by hand, but only once for a strategy."""
-    model, strategy = SteppedLate(), TopKStrategy(ratio=0.1, static_graph=True)
-    trainer, _ = fit(rank, world, model, strategy, [thawed_in_the_second_epoch(model)], max_epochs=2)
+    model, strategy, last = SteppedLate(), TopKStrategy(ratio=0.1, static_graph=True), Keeper()
+    trainer, _ = fit(rank, world, model, strategy, [thawed_in_the_second_epoch(model), last], max_epochs=2)
     trainer.fit_loop.max_epochs = 3
     trainer.fit(model)
     assert alike(weights(model))
-    assert trainer.strategy._last.steps == 2 * 3 * 4  # two passes a step, three epochs of four steps
+    assert last.state.steps == 2 * 3 * 4  # two passes a step, three epochs of four steps
 
 
 class Thawing(Module):

@@ -1,6 +1,7 @@
 """The laws on real process groups, through DDP's reducer, in all its modes."""
 
 import copy
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -19,11 +20,13 @@ from ranks import alike, attach, attached, every_rank, gradient, local_gradient,
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_topk.bucket import plan_step
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime import collectives
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.jobs import Job
 from lightning_topk.runtime.passes import Pass
+from lightning_topk.runtime.telemetry import Report
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
@@ -131,7 +134,7 @@ def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional,
     for step in range(4):
         inputs = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
         mine = inputs[rank].clone()
-        job = Job(mine, (), simulated.plan, "", None, None, Pass(step, 0, residuals))
+        job = Job(mine, (), simulated.plan, "", None, None, Pass(step, 0, residuals, records=[None]), 0)
         job.run(groups)
         results.append((mine, simulated.step(inputs)[rank]))
     for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
@@ -176,6 +179,28 @@ def test_random_delays_neither_deadlock_nor_mix_buckets_up(rank, world, topology
     torch.testing.assert_close(torch.stack(received), expected, atol=1e-7, rtol=1e-5)
 
 
+@on_ranks(2)
+def test_records_have_the_order_of_submission_whichever_exchange_ends_first(rank, world):
+    groups = Groups.make(None, torch.device("cpu"), None, 1, hierarchy=False)
+    (plan,) = plan_step(TopKConfig(ratio=0.5).resolve(world, 1), [((8,), 4, (), 0)], world)
+    end = plan.endpoint(rank, torch.float32, torch.device("cpu"))
+    residuals, buckets = mock.Mock(endpoint=lambda *_: end), [(nn.Parameter(torch.ones(8)),) for _ in range(2)]
+    now = Pass(0, 0, residuals, buckets=buckets, records=[None, None], ended=True)
+    whole = [now.whole]
+    for place in (1, 0):
+        Job(torch.ones(8), buckets[place], plan, "", None, None, now, place).run(groups)
+        whole.append(now.whole)
+    assert whole == [False, False, True]
+    assert all(record.bucket is bucket for record, bucket in zip(now.records, buckets, strict=True))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("spans", [*itertools.permutations([(0.0, 10.0), (5.0, 6.0), (9.0, 12.0)])])
+def test_time_that_several_exchanges_share_counts_once_in_whatever_order_they_end(spans):
+    records = [mock.Mock(begun=begun, ended=ended) for begun, ended in spans]
+    assert [Report(timed=[(records, ready)]).times for ready in (8.0, 20.0, None)] == [(12, 4), (12, 0), (12, 12)]
+
+
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
 @on_ranks(3)
 def test_a_small_model_is_exchanged_as_one_bucket(rank, world, options):
@@ -192,8 +217,7 @@ def test_a_small_model_is_exchanged_as_one_bucket(rank, world, options):
         ranks.train(model, rank, [step])
         received.append(gradient(net))
         assert [len(bucket) for bucket in state.last_buckets] == [6]
-        before = state.report()
-    assert before.exchanges == 1
+        assert state.report().elements == sum(p.numel() for p in net.parameters())
     ranks.check_laws(state, net, computed, received)
 
 
@@ -292,7 +316,7 @@ def test_reads_in_the_middle_of_backward_give_the_state_after_the_last_whole_pas
         return g * torch.inf if bad[0] else g
 
     for step in range(4):
-        bad[0], report = step == 1, None
+        bad[0] = step == 1
         hooks = [p.register_hook(look) for p in (net[0].weight, net[1].weight)]
         time.sleep(0.05)  # all exchanges of the pass before have ended
         before = read()
@@ -302,8 +326,7 @@ def test_reads_in_the_middle_of_backward_give_the_state_after_the_last_whole_pas
             hook.remove()
         assert [found[:2] for found in seen] == [(before, before)] * 2
         assert step == 0 or "between two backward passes" in seen[-1][2], "the first bucket is exchanged meanwhile"
-        report = state.report()
-        assert report.exchanges == len(state.last_buckets)
+        assert state.report().elements == sum(p.numel() for p in net.parameters())
         assert state.nonfinite_steps == (step > 0)
         net.zero_grad()
     assert len(state.last_buckets) > 1

@@ -1,14 +1,13 @@
 """The strategy and the callback in a Trainer: logged values, and ways to start its processes."""
 
 import csv
-import itertools
 import math
 import re
 import signal
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from statistics import median
 from unittest import mock
 
 import pytest
@@ -27,16 +26,16 @@ from trainers import ELEMENTS, Gan, Module, Normed, fit
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy
 from lightning_topk.adapters.lightning import callback
 from lightning_topk.adapters.lightning.metrics import CompressionError, ExchangeVolume
+from lightning_topk.runtime.state import HookState
 from lightning_topk.volume import Volume, format_bytes, volume
 
 ROOT = Path(__file__).parent.parent
 NAMES = (
-    "uplink_bytes downlink_bytes dense_bytes saving uplink_error downlink_error bound worker_residual_norm "
-    "server_residual_norm total_bytes density selected_density total_uplink_bytes total_downlink_bytes "
-    "total_dense_bytes nonfinite_steps exchange_seconds hidden_share"
+    "uplink_bytes downlink_bytes total_bytes saving density uplink_error downlink_error worker_residual_norm "
+    "nonfinite_steps exchange_seconds hidden_share"
 )
+TIMES = ("exchange_seconds", "hidden_share")
 KEYS = {f"topk/{name}" for name in NAMES.split()}
-TIMES = {"topk/exchange_seconds", "topk/hidden_share"}
 PLAN = volume(TopKConfig(), [ELEMENTS], world=2)
 SENT = PLAN.uplink + PLAN.downlink
 """Bytes per step."""
@@ -44,27 +43,25 @@ SENT = PLAN.uplink + PLAN.downlink
 
 def test_a_registered_name_trains_and_every_key_returns_after_spawn():
     _, logged = fit(None, 2, strategy="topk_spawn", max_steps=7)
-    assert set(logged) >= KEYS
+    assert {key for key in logged if key.startswith("topk/")} == KEYS
+    assert {*re.findall(r"``(topk/\w+)``  ", str(CompressionMonitor.__doc__))} == KEYS
     kept = 2 * codecs_of(TopKConfig(), ELEMENTS, 2).uplink.k / ELEMENTS
-    sent = {"uplink_bytes": PLAN.uplink, "downlink_bytes": PLAN.downlink, "dense_bytes": ELEMENTS * 4}
-    expected = {
-        **sent, "saving": PLAN.saving, "total_bytes": 7 * SENT, "total_dense_bytes": 7 * PLAN.dense,
-        "bound": (1 - kept) ** 2, "density": kept, "selected_density": kept,
-    }  # fmt: skip
+    sent = {"uplink_bytes": PLAN.uplink, "downlink_bytes": PLAN.downlink, "total_bytes": 7 * SENT}
+    expected = {"saving": PLAN.saving, "density": kept}
     assert {name: logged[f"topk/{name}"] for name in expected} == pytest.approx(expected)
     assert {name: logged[f"topk/{name}"] for name in sent} == sent
     assert all(0 < logged[f"topk/{direction}_error"] < 1 for direction in ("uplink", "downlink"))
-    assert all(logged[f"topk/{side}_residual_norm"] > 0 for side in ("worker", "server"))
+    assert logged["topk/worker_residual_norm"] > 0
 
 
-@pytest.mark.parametrize(("every", "reductions"), [(1, 5), (3, 3), (0, 2)])  # the fourth step ends an epoch
+@pytest.mark.parametrize(("every", "reductions"), [(1, 6), (3, 3), (0, 2)])  # the fourth step ends an epoch
 @on_ranks(2)
 def test_bytes_are_logged_at_every_step_and_one_collective_at_log_steps(rank, world, every, reductions):
     strategy, totals, reduced = TopKStrategy(), [], []
     reduce = strategy.reduce
 
     def counted(value, *args, **kwargs):
-        reduced.append(getattr(value, "shape", None) == (6,))  # Lightning reduces scalars of its own
+        reduced.append(getattr(value, "shape", None) == (5,))  # Lightning reduces scalars of its own
         return reduce(value, *args, **kwargs)
 
     strategy.reduce = counted
@@ -104,7 +101,7 @@ def test_the_monitor_warns_if_it_has_nothing_to_monitor():
 
 @on_ranks(2)
 def test_loggers_and_early_stopping_see_all_keys_layers_and_a_summary(rank, world, tmp_path):
-    monitor, words = CompressionMonitor(per_layer=True, details=True), []
+    monitor, words = CompressionMonitor(per_layer=True), []
     ended = LambdaCallback(on_train_end=lambda *_: words.append(monitor.summary()))
     speed = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
     stop = EarlyStopping("topk/saving", stopping_threshold=2.0, mode="max", check_on_train_epoch_end=True)
@@ -119,36 +116,37 @@ def test_loggers_and_early_stopping_see_all_keys_layers_and_a_summary(rank, worl
     assert squares == pytest.approx(logged["topk/worker_residual_norm"] ** 2)
     plan = volume(TopKConfig(ratio=0.1), [ELEMENTS], world=2)
     up, down, dense = (format_bytes(4 * sent) for sent in (plan.uplink, plan.downlink, plan.dense))
-    assert f"in 4 steps each rank sent {up} up and {down} down instead of {dense}" in words[0]
-    assert "hidden behind backward" not in words[0], "the fourth step, the first to be settled, is measured"
+    assert f"in 4 steps this rank sent {up} up and {down} down instead of {dense} ({plan.saving:.1f}x less)" in words[0]
     if rank == 0:
         rows = [*csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())]
         ours = [row for row in rows if row["topk/saving"]]
         assert {int(row["step"]) for row in ours} == {1, 3}
-        assert all(row[key] for row in ours for key in KEYS - TIMES)
+        assert all(row[key] for row in ours for key in KEYS)
         assert any("batches_per_sec" in key for key in rows[0])
 
 
+@pytest.mark.parametrize(("every", "timed"), [(1, [0, 1, 2, 3, 4, 5]), (3, [None, None, 1, 1, 1, 4])])
 @on_ranks(2)
-def test_times_are_those_of_steps_that_are_not_measured_and_only_default_keys_are_logged(rank, world):
-    seen: list[tuple[bool, bool, bool]] = []
+def test_times_are_those_of_the_latest_step_that_did_not_measure(rank, world, every, timed):
+    """Of this step if every one measures. The fourth step ends an epoch."""
+    reports, seen, report = [], [], HookState.report
+
+    def kept(state):
+        reports.append(report(state))
+        return reports[-1]
 
     def look(trainer, *_):
-        told, telemetry = trainer.callback_metrics, trainer.strategy.topk_state.telemetry
-        seen.append((telemetry.measure, telemetry.timing, "topk/exchange_seconds" in told))
+        logged = trainer.callback_metrics
+        seen.append([float(logged[f"topk/{name}"]) for name in TIMES] if "topk/hidden_share" in logged else None)
 
     monitor, look = CompressionMonitor(), LambdaCallback(on_train_batch_end=look)
-    options = {"limit_train_batches": 100, "use_distributed_sampler": False, "log_every_n_steps": 1, "max_steps": 11}
-    module = Module()
-    module.train_dataloader = lambda: itertools.repeat([torch.ones(1, 12)])
-    _, logged = fit(rank, world, module, callbacks=[monitor, look], monitor=False, **options)
-    table, _, _ = str(CompressionMonitor.__doc__).partition("with ``details=True`` also")
-    assert {key for key in logged if key.startswith("topk/")} == {*re.findall(r"``(topk/\w+)``", table)}
-    measured, timed, told = map(list, zip(*seen, strict=True))
-    assert measured == 3 * [True] + 5 * [False] + 3 * [True]
-    assert timed == [not each for each in measured]
-    assert told == 3 * [False] + 8 * [True], "logged from the first settled step on, and kept by the Trainer"
-    assert "(5 steps timed)" in monitor.summary()
+    with mock.patch.object(HookState, "report", kept):
+        fit(rank, world, callbacks=[monitor, look], monitor=False, max_steps=6, log_every_n_steps=every)
+    assert [bool(each.measured) for each in reports] == [every == 1 or step in (2, 3, 5) for step in range(6)]
+    times = [(took, 1 - exposed / took) for took, exposed in (each.times for each in reports)]
+    assert seen == [None if step is None else pytest.approx(times[step]) for step in timed]
+    shown = median(times[step][0] for step, each in zip(timed, reports, strict=True) if each.measured)
+    assert f"exchange {1000 * shown:.1f} ms per step with waiting for other ranks" in monitor.summary()
 
 
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
@@ -166,7 +164,7 @@ def test_the_summary_is_printed_once_when_training_ends(rank, world, error):
         fit(rank, world, callbacks=[LambdaCallback(on_train_batch_start=fail)], max_steps=5)
     signal.signal(signal.SIGINT, handler)  # Lightning ignores Ctrl+C from the first on
     (said,) = words
-    assert said.startswith(f"lightning_topk: in {3 if error else 5} steps each rank sent")
+    assert said.startswith(f"lightning_topk: in {3 if error else 5} steps this rank sent")
 
 
 @on_ranks(1)
@@ -174,7 +172,7 @@ def test_one_worker_trains_as_without_compression_and_is_told_so(rank, world):
     ours, plain = (Module(partial(torch.optim.AdamW, lr=0.01)) for _ in range(2))
     with log("lightning_topk") as said, log("lightning.pytorch.utilities.rank_zero") as noted:
         _, logged = fit(rank, world, ours)
-    assert not any("each rank sent" in line for line in noted)
+    assert not any("this rank sent" in line for line in noted)
     fit(rank, world, plain, DDPStrategy(), monitor=False)
     assert [logged[f"topk/{name}"] for name in ("total_bytes", "saving", "uplink_error")] == [0, 1, 0]
     assert sum("so nothing is compressed" in line for line in said) == 1
@@ -218,7 +216,7 @@ def test_the_learning_rate_finder_leaves_no_bytes_and_no_residuals(rank, world, 
     callbacks = [finder, LambdaCallback(on_train_start=look, on_train_end=look)]
     _, logged = fit(rank, world, Overflows(), callbacks=callbacks, log_every_n_steps=1, default_root_dir=tmp_path)
     assert logged["topk/total_bytes"] == 5 * SENT
-    assert logged["topk/total_dense_bytes"] == 5 * PLAN.dense
+    assert logged["topk/saving"] == PLAN.saving
     assert logged["topk/nonfinite_steps"] == 0
     assert found == [(0, 0), (5, 6)]
 
@@ -238,7 +236,7 @@ def test_accumulation_iterators_and_two_optimizers_log_what_they_exchange(rank, 
     _, logged = fit(rank, world, Gan(), TopKStrategy(find_unused_parameters=True), max_steps=6)
     plan = volume(TopKConfig(), [ELEMENTS + 13], world=2, parameters=[8])
     assert logged["topk/uplink_bytes"] == 2 * plan.uplink, "two backward passes per batch"
-    assert logged["topk/total_dense_bytes"] == 6 * plan.dense
+    assert logged["topk/saving"] == pytest.approx(plan.saving)
 
 
 @pytest.mark.parametrize("unit", ["steps", "epochs"])
@@ -256,18 +254,19 @@ import lightning as L, lightning_topk, trainers
 from lightning.pytorch.demos.boring_classes import BoringModel
 from ranks import held_by
 
-def norms(strategy):
-    held = held_by(strategy._last.residuals)
+def norms(state):
+    held = held_by(state.residuals)
     return {id(p): float(sum(part.norm() for part in parts)) for p, parts in held.items()}
 
-class First(L.Callback):
+class First(trainers.Keeper):
     def on_train_start(self, trainer, pl_module):
-        self.at_start = norms(trainer.strategy)
+        self.at_start = norms(self.state)
 
 if __name__ == "__main__":
-    first, strategy, model = First(), lightning_topk.TopKStrategy(ratio=0.01), BoringModel()
+    first, model = First(), BoringModel()
     callbacks = [first, lightning_topk.CompressionMonitor()]
-    trainer = L.Trainer(strategy=strategy, devices=2, max_steps=3, callbacks=callbacks, **trainers.QUIET)
+    options = {"devices": 2, "max_steps": 3, "callbacks": callbacks, **trainers.QUIET}
+    trainer = L.Trainer(strategy=lightning_topk.TopKStrategy(ratio=0.01), **options)
     left = {}
     for number, model, steps in ((1, model, 3), (2, model, 6), (3, BoringModel(), 3)):
         trainer.fit_loop.epoch_loop.max_steps = 3 * number
@@ -275,9 +274,9 @@ if __name__ == "__main__":
         assert trainer.world_size == 2 and trainer.global_step == 3 * number, trainer.global_step
         # The same parameters keep their residuals; another model starts without, and at step 0.
         assert first.at_start == ({} if number == 3 else left), (number, first.at_start, left)
-        left = norms(strategy)
+        left = norms(first.state)
         assert all(norm > 0 for norm in left.values()) and left
-        assert strategy._last.steps == steps
+        assert first.state.steps == steps
     print(f"rank {trainer.global_rank} trained\\n", end="", flush=True)
 """
 
@@ -287,7 +286,7 @@ def test_a_script_starts_its_ranks_and_fits_three_times(tmp_path):
     path.write_text(SCRIPT)
     output = script(path, log=tmp_path / "log", folder=tmp_path)
     steps = ["3 steps", "3 steps since step 3", "3 steps since step 6"]
-    assert re.findall(r"topk: in (.*) each rank sent", output) == steps
+    assert re.findall(r"topk: in (.*) this rank sent", output) == steps
     assert {*re.findall("rank . trained", output)} == {"rank 0 trained", "rank 1 trained"}
 
 
@@ -300,24 +299,30 @@ def test_lightning_cli_configures_the_strategy_by_yaml_and_by_options(tmp_path):
     assert "TopKConfig(ratio=0.01, bidirectional=True, server_ratio=0.02" in output
 
 
-@pytest.mark.unit
-def test_the_summary_tells_who_sends_what_and_since_when():
-    monitor, told = CompressionMonitor(), {}
-    fit = monitor._fit
-    fit.k, fit.elements, fit.density, fit.steps, fit.since = 5, 100, 0.01, 1000, 2000
-    fit.volume = Volume(0, 3_000_000, 90_000_000, intra_node=8_000_000, inter_node=1_500_000)
-    for topology in ("single_server", "hierarchical", "sharded"):
-        told[topology] = monitor.summary(SimpleNamespace(config=TopKConfig(topology=topology)))
-    assert "in 1,000 steps since step 2,000 rank 0, which serves all, sent 3 MB down" in told["single_server"]
-    assert "each node sent 1.5 MB to others (and 8 MB inside)" in told["hierarchical"]
-    assert "each rank sent 0 B up and 3 MB down instead of 90 MB (30.0x less)" in told["sharded"]
-    assert "; density 0.05 on average, 0.01 at the end;" in told["sharded"]
+@pytest.mark.parametrize("topology", ["single_server", "hierarchical"])
+@on_ranks(4)
+def test_the_summary_tells_who_sends_what_and_at_what_density(rank, world, topology):
+    monitor, ratio = CompressionMonitor(), ExponentialWarmup(0.1, start=0.5, steps=2)
+    assert monitor.summary() == "lightning_topk: nothing was exchanged."
+    strategy = TopKStrategy(ratio=ratio, topology=topology, local_world_size=2)
+    _, logged = fit(rank, world, None, strategy, [monitor], monitor=False, max_steps=3)
+    sent = {name: format_bytes(float(nbytes)) for name, nbytes in monitor.volume.compute().items()}
+    ours = f"this rank sent {sent['uplink_bytes']} up and {sent['downlink_bytes']} down"
+    if topology == "hierarchical":
+        ours = f"this node sent {sent['inter_node_bytes']} to others (and {sent['intra_node_bytes']} inside)"
+    assert (
+        f"in 3 steps {ours} instead of {sent['dense_bytes']} ({logged['topk/saving']:.1f}x less); " in monitor.summary()
+    )
+    assert f"; density {logged['topk/density']:.3g} at the end; compression error" in monitor.summary()
+    assert logged["topk/density"] == pytest.approx(0.1, rel=0.03)
 
 
 @pytest.mark.unit
 def test_layers_are_logged_by_pattern():
     with pytest.raises(TypeError, match="per_layer=3 must be True, False, a name pattern"):
         CompressionMonitor(3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'details'"):
+        CompressionMonitor(details=True)
     monitor = CompressionMonitor("layer.7")
     with pytest.raises(ValueError, match=r"per_layer='layer\.7'.*no parameter's name matches.*layer\.weight"):
         monitor.on_fit_start(mock.Mock(), BoringModel())
@@ -333,6 +338,9 @@ def test_metrics_count_exactly():
     assert [volume.compute()[name] for name in ("total_bytes", "saving")] == [40, 100]
     volume.update(uplink=2**24 + 1, downlink=2**40 + 1, dense=0)
     assert int(volume.compute()["total_bytes"]) == 2**24 + 2**40 + 42
+    between = ExchangeVolume(by_node=True)
+    between.update(**vars(Volume(uplink=10, downlink=30, dense=4000, intra_node=70, inter_node=80)))
+    assert [between.compute()[name] for name in ("intra_node_bytes", "inter_node_bytes", "saving")] == [70, 80, 50]
     error.update(0, 0)
     assert error.compute() == 0
     error.update(torch.tensor(4.0), torch.tensor(1.0))

@@ -16,7 +16,7 @@ from ranks import alike, attach, every_rank, four_layers, loss_of, refusal, unsa
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import InThisProcess
+from trainers import InThisProcess, Keeper
 
 from lightning_topk import CompressionMonitor, TopKModelParallelStrategy
 
@@ -57,7 +57,8 @@ def fit(rank: int, world: int, model=None, ckpt=None, callbacks=(), local: int =
 def test_with_everything_sent_nodes_learn_as_one_process(rank, world, options, offloaded):
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloaded else {}
     settings = {"ratio": 1.0, "wire": "fp32"}
-    trainer, model = fit(rank, world, Model(rank // 2, **offload), settings=settings, **options)
+    last = Keeper()
+    _, model = fit(rank, world, Model(rank // 2, **offload), callbacks=[last], settings=settings, **options)
     found, seen = weights(model), every_rank(torch.stack(model.seen))  # [ranks, batches, rows, 12]
     alone = Model()
     optimizer, parts = alone.configure_optimizers(), options.get("accumulate_grad_batches", 1)
@@ -70,31 +71,31 @@ def test_with_everything_sent_nodes_learn_as_one_process(rank, world, options, o
         optimizer.step()
     rows = seen[:, :4].reshape(-1, 12)
     assert len(rows.unique(dim=0)) == len(rows) == 64, "every row is seen once an epoch"
-    assert trainer.strategy._last.steps == 4, "accumulated gradients are exchanged once"
+    assert last.state.steps == 4, "accumulated gradients are exchanged once"
     torch.testing.assert_close(found, weights(alone), atol=1e-5, rtol=1e-4)
 
 
 @on_ranks(4)
 def test_a_fit_is_monitored_and_a_second_fit_continues_unless_of_another_model(rank, world):
-    monitor = CompressionMonitor(per_layer=True, details=True)
-    trainer, model = fit(rank, world, callbacks=[monitor], log_every_n_steps=2)
+    monitor, last = CompressionMonitor(per_layer=True), Keeper()
+    trainer, model = fit(rank, world, callbacks=[monitor, last], log_every_n_steps=2)
     logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
-    strategy = trainer.strategy
-    before, steps = strategy._last.full_state_dict(), strategy._last.steps
+    sent = monitor.volume.compute()
+    before, steps = last.state.full_state_dict(), last.state.steps
     trainer.fit_loop.epoch_loop.max_steps = 6
     trainer.fit(model)
-    after, predicted = strategy._last.steps, strategy._last.predicted()
+    after, predicted = last.state.steps, last.state.predicted()
     copies = every_rank(torch.cat([p.to_local().detach().flatten() for p in model.parameters()])[:200])
     trainer.fit_loop.epoch_loop.max_steps = 8
     trainer.fit(Model())
-    assert strategy.topk_state is None
-    assert (steps, after, strategy._last.steps) == (4, 6, 2)
+    assert trainer.strategy.topk_state is None
+    assert (steps, after, last.state.steps) == (4, 6, 2)
     assert torch.equal(copies[:2], copies[2:])
     assert rank or sum(float(each["residual"].norm()) for each in before["parameters"].values())
     assert logged["topk/uplink_bytes"] == predicted.uplink
-    assert logged["topk/inter_node_bytes"] == predicted.inter_node == 2 * (predicted.uplink + predicted.downlink)
-    assert logged["topk/dense_bytes"] == predicted.dense
-    assert logged["topk/intra_node_bytes"] == 0  # FSDP's own bytes are not counted
+    assert sent["inter_node_bytes"] == 4 * predicted.inter_node == 8 * (predicted.uplink + predicted.downlink)
+    assert sent["dense_bytes"] == 4 * predicted.dense
+    assert sent["intra_node_bytes"] == 0  # FSDP's own bytes are not counted
     assert 0 < logged["topk/uplink_error"] < 1
     assert logged["topk/worker_residual_norm"] > 0
     assert "topk/error/net.0.weight" in logged
@@ -104,10 +105,10 @@ def test_a_fit_is_monitored_and_a_second_fit_continues_unless_of_another_model(r
 @on_ranks(4)
 def test_a_run_resumes_with_its_residuals_from_a_folder_or_a_file(rank, world, tmp_path, one_file, keeps):
     settings = {"adapt_momentum": False, "residual_checkpoint": keeps, "save_distributed_checkpoint": not one_file}
-    path = tmp_path / "run.ckpt"
-    trainer, model = fit(rank, world, settings=settings)
+    path, first = tmp_path / "run.ckpt", Keeper()
+    trainer, model = fit(rank, world, callbacks=[first], settings=settings)
     trainer.save_checkpoint(path)
-    kept, expected = trainer.strategy._last.full_state_dict()["parameters"], weights(model)
+    kept, expected = first.state.full_state_dict()["parameters"], weights(model)
     seen: dict = {}
 
     def look(trainer, pl_module):
@@ -127,12 +128,12 @@ def test_a_run_resumes_with_its_residuals_from_a_folder_or_a_file(rank, world, t
 @on_ranks(4)
 def test_a_checkpoint_resumes_on_other_nodes_and_without_compression(rank, world, tmp_path):
     """From two nodes of two ranks to nodes of one rank; ModelParallelStrategy reads it too."""
-    path = tmp_path / "run.ckpt"
-    trainer, _ = fit(rank, world)
+    path, last = tmp_path / "run.ckpt", Keeper()
+    trainer, _ = fit(rank, world, callbacks=[last])
     trainer.save_checkpoint(path)
-    kept = trainer.strategy._last.full_state_dict()["parameters"]
-    trainer, _ = fit(rank, world, ckpt=path, local=1)  # takes no further step
-    found = trainer.strategy._last.full_state_dict()["parameters"]
+    kept = last.state.full_state_dict()["parameters"]
+    fit(rank, world, ckpt=path, callbacks=[last], local=1)  # takes no further step
+    found = last.state.full_state_dict()["parameters"]
     plain = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
     other, _ = trainers.fit(rank, world, Model(), plain, ckpt_path=path, monitor=False)
     assert other.global_step == 5

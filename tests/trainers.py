@@ -100,6 +100,15 @@ class Gan(Module):
         return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.net, self.other)]
 
 
+class Keeper(Callback):
+    """Keeps the strategy's latest state, which is closed after fit and still has its residuals."""
+
+    def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.state = trainer.strategy.topk_state
+
+    on_train_end = on_fit_start
+
+
 def trainer_of(
     rank: int | None, world: int, strategy: Strategy | str, callbacks: Sequence[Callback] = (), **options: Any
 ) -> L.Trainer:
@@ -116,7 +125,7 @@ def fit(
     callbacks: Sequence[Callback] = (), ckpt_path: Any = None, monitor: bool = True, **options: Any,
 ) -> tuple[L.Trainer, dict[str, float]]:  # fmt: skip
     """Trains five steps by default; returns the Trainer and the values that the monitor logged."""
-    callbacks = [CompressionMonitor(details=True)] * monitor + [*callbacks]
+    callbacks = [CompressionMonitor()] * monitor + [*callbacks]
     options = options if options.keys() & {"max_steps", "max_epochs"} else {"max_steps": 5, **options}
     trainer = trainer_of(rank, world, TopKStrategy() if strategy is None else strategy, callbacks, **options)
     trainer.fit(Module() if module is None else module, ckpt_path=ckpt_path)

@@ -47,7 +47,7 @@ def main() -> None:
     batches = DataLoader(TensorDataset(data.examples, data.labels), 4, shuffle=True, drop_last=True)
     trainer = L.Trainer(
         strategy=TopKStrategy(**settings),
-        callbacks=[CompressionMonitor(details=True)],
+        callbacks=[CompressionMonitor()],
         logger=CSVLogger("logs"),
         accelerator="cpu",
         devices=2,

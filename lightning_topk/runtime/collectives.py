@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -59,28 +58,3 @@ def perform(
     if wait is not None and work is not None:
         wait(work)
     return received
-
-
-def dense_cost(nbytes: int, device: torch.device, group: dist.ProcessGroup) -> tuple[float, float]:
-    """Times a very small all-reduce and one of ``nbytes``. A collective; the host waits for a GPU.
-
-    Returns seconds for each all-reduce of any size, and for each byte of its tensor; the same on all ranks.
-    """
-    took = []
-    for count in (16, max(32, nbytes // 4)):
-        x = torch.zeros(count, dtype=torch.float32, device=device)
-        for _ in range(2):  # the first one sets up connections
-            _wait_for(device)
-            begin = time.perf_counter()
-            dist.all_reduce(x, group=group)
-            _wait_for(device)
-        took.append(time.perf_counter() - begin)
-    slowest = torch.tensor(took, dtype=torch.float32, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    small, large = slowest.tolist()
-    return small, max(0.0, large - small) / x.nbytes
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,8 +1,8 @@
-"""Jobs: the exchange of one gradient over process groups, from its endpoint to its result.
+"""Jobs: the exchange of one gradient over process groups, from its endpoint to its record.
 
-A lane runs jobs, on CPU in its own thread. Their results go to their pass, and the thread that runs backward reads them
-when all jobs of the pass have ended. So no two threads write the same field, and nothing here calls the side that
-submits jobs.
+A lane runs jobs, on CPU in its own thread. Each puts its record in its own place in the pass, and the thread that runs
+backward reads them when all jobs of the pass have ended. So no two threads write the same place, and nothing here calls
+the side that submits jobs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_topk.core.requests import Volume, request_volume
 from lightning_topk.runtime import collectives
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.messages import LOGGER
-from lightning_topk.runtime.passes import Pass, Result, mark
+from lightning_topk.runtime.passes import Pass, Record, mark
 
 
 @dataclass(eq=False)
@@ -35,6 +35,7 @@ class Job:
         name: Name in error messages.
         used: ``[parameters]`` bool, which parameters of the bucket this rank used; None if all.
         clip: The user's clipping, see :class:`.Applied`.
+        place: Index of its record in those of its pass; an empty gradient has none.
     """
 
     gradient: Tensor
@@ -44,6 +45,7 @@ class Job:
     used: Tensor | None
     clip: Tensor | None
     of: Pass
+    place: int
 
     @torch.no_grad()
     def run(self, groups: Groups, wait: Callable[[dist.Work], None] | None = None) -> Tensor:
@@ -59,8 +61,6 @@ class Job:
             g = (self.gradient.to_dense() if sparse else self.gradient).view(-1)
             if g.numel():
                 self._exchange(g, groups, wait)
-            else:
-                self.of.results.append(Result(self.bucket, self.plan))
             return g.view(self.gradient.shape).to_sparse(1) if sparse else self.gradient
         except Exception as error:
             raise RuntimeError(
@@ -70,7 +70,7 @@ class Job:
             ) from error
 
     def _exchange(self, g: Tensor, groups: Groups, wait: Callable[[dist.Work], None] | None) -> None:
-        """Exchanges ``g`` ``[numel]`` and keeps the result: performs the exchange's requests, and counts their bytes.
+        """Exchanges ``g`` ``[numel]`` and keeps the record: performs the exchange's requests, and counts their bytes.
 
         The DEBUG log gets a line before each collective: after a timeout, NCCL's watchdog ends the process and names
         only the group, the collective and its size.
@@ -99,7 +99,7 @@ class Job:
         finally:
             exchange.close()  # of one that failed, at once: what was not delivered returns to the residuals
         k = codecs.uplink.k * plan.layout.shards + plan.uncompressed_numel // plan.parts.count
-        times = (begun, mark(g.device)) if now.timed else None
-        now.results.append(
-            Result(self.bucket, plan, outcome, sent + plan.dense_volume, min(k, plan.layout.numel), times)
+        ended = mark(g.device) if now.timed else None
+        now.records[self.place] = Record(
+            self.bucket, plan, outcome, sent + plan.dense_volume, min(k, plan.layout.numel), begun, ended
         )

@@ -1,9 +1,8 @@
-"""Backward passes: what the exchanges of one share, and their results."""
+"""Backward passes: what the exchanges of one share, and the records of them."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,8 +18,6 @@ from lightning_topk.volume import Volume
 
 Mark = Any
 """A point in time: seconds of the host's clock, or an event in a CUDA stream."""
-Timing = tuple[Mark, Mark]
-"""Marks of when an exchange began, and of its end."""
 
 
 def mark(device: torch.device) -> Mark:
@@ -41,23 +38,21 @@ def seconds(start: Mark, end: Mark) -> float:
     return float(start.elapsed_time(end)) / 1000
 
 
-NOTHING_SENT = Volume()
-
-
-class Result(NamedTuple):
-    """The result of a job. Of an empty gradient, which is not exchanged, there is no outcome."""
+class Record(NamedTuple):
+    """One exchange that has ended."""
 
     bucket: Bucket
     plan: BucketPlan
-    outcome: Outcome | None = None
-    sent: Volume = NOTHING_SENT
-    k: int = 0  # entries that fit into this worker's payloads
-    times: Timing | None = None  # if it was timed
+    outcome: Outcome
+    sent: Volume  # with the bytes of a dense all-reduce
+    k: int  # entries that fit into this worker's payloads
+    begun: Mark | None  # None if it was not timed
+    ended: Mark | None
 
 
 @dataclass(eq=False)
 class Pass:
-    """A backward pass whose gradients are exchanged: what its jobs share, and their results.
+    """A backward pass whose gradients are exchanged: what its jobs share, and their records.
 
     Attributes:
         step: Passes before this one.
@@ -70,7 +65,7 @@ class Pass:
         waits: Whether backward waits for each job, so that it hides none of them.
         ready: Mark of when the last gradient was ready: from then on, backward hides nothing.
         buckets: The buckets exchanged so far.
-        results: Results of the jobs that have ended, in order.
+        records: Of each exchange, in the order of submission; None until it has ended. Empty gradients have none.
         ended: Whether all its jobs were submitted.
     """
 
@@ -84,10 +79,10 @@ class Pass:
     waits: bool = False
     ready: Mark | None = None
     buckets: list[Bucket] = field(default_factory=list)
-    results: deque[Result] = field(default_factory=deque)
+    records: list[Record | None] = field(default_factory=list)
     ended: bool = False
 
     @property
     def whole(self) -> bool:
-        """Whether all its jobs have ended."""
-        return self.ended and len(self.results) == len(self.buckets)
+        """Whether all its exchanges have ended."""
+        return self.ended and all(self.records)

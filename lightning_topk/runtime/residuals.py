@@ -311,7 +311,7 @@ class Residuals:
             yield several, share, iter(pieces)
 
     def worker_energies(self) -> dict[Tensor, Tensor]:
-        """The sum of squares of this rank's residual of each parameter, a scalar float64 on the CPU; as in `energy`."""
+        """The sum of squares of this rank's residual of each parameter, a scalar float64 on the CPU."""
         known = {p: (kept.parts["residual"], kept.count) for p, kept in self._kept.items() if "residual" in kept.parts}
         return {
             p: count * torch.linalg.vector_norm(part, dtype=torch.float64).square().cpu()
@@ -326,18 +326,17 @@ class Residuals:
         """The form of a parameter's residuals."""
         return self._kept[parameter].form if parameter in self._kept else form_of(parameter)
 
-    def energy(self) -> Tensor:
-        """``[2]`` float64: the sums of squares of this rank's worker and server residuals.
+    def worker_energy(self) -> Tensor:
+        """The sum of squares of this rank's worker residuals, a scalar float64 on the CPU.
 
-        The mean of the first over the ranks is the mean over the workers, even if the ranks of a node are one worker.
+        Its mean over the ranks is the mean over the workers, even if the ranks of a node are one worker.
         """
-        energy = torch.zeros(2, dtype=torch.float64)
+        energy = torch.zeros((), dtype=torch.float64)
         for bucket, end in self._live.items():
-            for side, link in enumerate(end.links):
-                kept = link.memory.tensors().get("residual")
-                if kept is not None:
-                    shared = (1 if side else end.plan.parts.count) / self._rates.get(bucket, 1.0) ** 2
-                    energy[side] += shared * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
+            kept = end.uplink.memory.tensors().get("residual")
+            if kept is not None:
+                shared = end.plan.parts.count / self._rates.get(bucket, 1.0) ** 2
+                energy += shared * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
         return energy
 
 

@@ -1,7 +1,7 @@
 """The exchange of one model during its backward passes, for any wrapper.
 
 A wrapper's adapter (:mod:`lightning_topk.adapters.ddp`) reports the start of a backward pass and passes on gradients;
-this module turns them into jobs, queues them on the lane, and collects their results between two passes.
+this module turns them into jobs, queues them on the lane, and collects their records between two passes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class HookState:
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
         clipping = self.clipping()
-        self.telemetry = telemetry = Telemetry(self.buckets, self.shards_per_node, clipping)
+        self.telemetry = telemetry = Telemetry(self.shards_per_node, clipping)
         self.optimizers = Optimizers(
             optimizers, scaler, self.config, self.buckets, self.held_by_optimizers, telemetry, self._say, clipping
         )
@@ -138,11 +138,13 @@ class HookState:
         """
         lane, now = self.lane(gradient.device), self._begun("exchange")
         now.buckets.append(bucket)
+        now.records += [None] * (gradient.numel() > 0)  # an empty one is not exchanged
         self.optimizers.expect(bucket, now.step, now.epoch)
         clip = self.optimizers.clip_of(bucket, gradient.device)
         if clip is not None and lane.stream is not None:
             clip.record_stream(lane.stream)
-        return lane.submit(Job(gradient, bucket, self.buckets.plan_of(bucket), name, used, clip, now))
+        plan, place = self.buckets.plan_of(bucket), len(now.records) - 1
+        return lane.submit(Job(gradient, bucket, plan, name, used, clip, now, place))
 
     def held_by_optimizers(self, members: Collection[Tensor]) -> Collection[Tensor]:
         """The parameters of members of buckets, as optimizers hold them, in order: here the members themselves."""
@@ -217,7 +219,7 @@ class HookState:
     def check_between_passes(self) -> None:
         """Refuses a call within a backward pass, whose exchanges write the residuals."""
         now, failed = self.current, self._lane is not None and self._lane.error is not None
-        in_flight = now is not None and len(now.results) < len(now.buckets) and not failed
+        in_flight = now is not None and not all(now.records) and not failed
         if in_flight or (now is not None and torch._C._current_graph_task_id() != -1):
             raise RuntimeError("residuals are read between two backward passes, and this one has not ended.")
 

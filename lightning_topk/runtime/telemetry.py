@@ -1,4 +1,4 @@
-"""Turns the results of whole passes into reports of one rank's exchanges: bytes, times and compression errors.
+"""Folds the records of whole passes into reports of one rank's exchanges: bytes, times and compression errors.
 
 A pass is folded once, when all its exchanges have ended. Until then, also in the middle of a backward pass and from any
 thread, reports and counts are those of the passes before.
@@ -6,6 +6,7 @@ thread, reports and counts are those of the passes before.
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,9 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_topk.bucket import Buckets
 from lightning_topk.runtime.applied import Clipping
-from lightning_topk.runtime.passes import Mark, Pass, Result, Timing, seconds
+from lightning_topk.runtime.passes import Mark, Pass, Record, seconds
 from lightning_topk.volume import Volume
 
 
@@ -27,57 +27,68 @@ class Report:
         bytes: Bytes sent to other ranks in exchanges; with FSDP2, without those that FSDP sends inside a node.
         elements: Gradient elements exchanged.
         k: Capacity of this worker's payloads in entries.
-        selected: Nonzero entries that its selector selected, and uncompressed elements; zero unless measured.
-        energy: ``[2, 2]`` float64, the sums over buckets of ‖a‖² and ‖a - C(a)‖² (columns) for this worker's uplink and
-            this server's downlink (rows); zero unless measured.
-        exchanges: Number of exchanged gradients.
-        nbytes: Total bytes of these gradients.
-        largest: Bytes of the largest one.
-        timings: Of each pass that was timed: of its exchanges, in order, and the mark from which on backward hid
-            nothing of them (None if it waited for each).
-        layers: By parameter, ``[3]`` float64: ‖a‖², ‖a - C(a)‖² and entries sent; empty unless measured.
+        measured: Records of the exchanges whose error was measured.
+        timed: Of each pass that was timed: its records, and the mark from which on backward hid nothing of its
+            exchanges (None if it waited for each).
     """
 
     bytes: Volume = field(default_factory=Volume)
     elements: int = 0
     k: int = 0
-    selected: int = 0
-    energy: Tensor = field(default_factory=lambda: torch.zeros(2, 2, dtype=torch.float64))
-    exchanges: int = 0
-    nbytes: int = 0
-    largest: int = 0
-    timings: list[tuple[list[Timing], Mark | None]] = field(default_factory=list)
-    layers: dict[str, Tensor] = field(default_factory=dict)
+    measured: list[Record] = field(default_factory=list)
+    timed: list[tuple[list[Record], Mark | None]] = field(default_factory=list)
+
+    @cached_property
+    def energy(self) -> Tensor:
+        """``[2, 2]`` float64 on the CPU: of uplink and downlink (rows), ‖a‖² and ‖a - C(a)‖² (columns).
+
+        They are sums over this worker's and this server's buckets, zero unless measured. Waits for the device.
+        """
+        total = torch.zeros(2, 2, dtype=torch.float64)
+        for record in self.measured:
+            for side, stats in enumerate((record.outcome.uplink, record.outcome.downlink)):
+                if stats is not None and stats.error is not None:
+                    total[side] += stats.error.cpu()
+        return total
+
+    @cached_property
+    def layers(self) -> dict[Tensor, Tensor]:
+        """By parameter, ``[3]`` float64 on the CPU: ‖a‖², ‖a - C(a)‖² and entries sent; empty unless measured."""
+        layers: dict[Tensor, Tensor] = {}
+        for record in self.measured:
+            if (measured := record.outcome.uplink.per_layer) is not None:
+                for parameter, column in zip(record.bucket, measured.cpu().T, strict=True):
+                    layers[parameter] = layers.get(parameter, 0) + column
+        return layers
 
     @cached_property
     def times(self) -> tuple[float, float]:
         """Seconds spent in exchanges, and the part after the last gradient was ready, which backward could not hide.
 
-        Zero unless timed. Waits for the device until these exchanges have ended.
+        Time that several exchanges share counts once. Zero unless timed. Waits for the device until they have ended.
         """
         total = exposed = 0.0
-        for exchanges, ready in self.timings:
-            before: Mark | None = None
-            for begun, ended in exchanges:
-                took = seconds(begun, ended)
-                took = took if before is None else min(took, seconds(before, ended))  # two may share time: once
-                total += took
-                exposed += took if ready is None else min(took, max(0.0, seconds(ready, ended)))
-                before = ended
+        for records, ready in self.timed:
+            start = records[0].begun
+            hidden = -math.inf if ready is None else seconds(start, ready)
+            until = -math.inf  # end of the exchanges so far
+            for begun, ended in sorted((seconds(start, each.begun), seconds(start, each.ended)) for each in records):
+                total += max(0.0, ended - max(begun, until))
+                exposed += max(0.0, ended - max(begun, until, hidden))
+                until = max(until, ended)
         return total, exposed
 
 
 class Telemetry:
     """Bytes, times and compression errors of one rank's exchanges."""
 
-    def __init__(self, buckets: Buckets, shards_per_node: int, clipping: Clipping) -> None:
-        self._buckets, self._shards_per_node, self._clipping = buckets, shards_per_node, clipping
+    def __init__(self, shards_per_node: int, clipping: Clipping) -> None:
+        self._shards_per_node, self._clipping = shards_per_node, clipping
         self.measure = self.measure_layers = self.timing = False
         """Whether exchanges measure their compression error, the error of each parameter, and their time."""
         self._lock = threading.Lock()
         self._ended: Pass | None = None  # the last pass, until it is folded
         self._report = Report()
-        self._measured: list[Result] = []
         self._nonfinite_steps: Tensor | int = 0
         self._nonfinite_reported: Tensor | int = 0
 
@@ -94,31 +105,25 @@ class Telemetry:
                 self._fold(ended)
 
     def _fold(self, ended: Pass) -> None:
-        report = self._report
-        results = [result for result in ended.results if result.outcome is not None]
-        outcomes = [result.outcome for result in results if result.outcome is not None]
-        for result, outcome in zip(results, outcomes, strict=True):
-            nbytes = result.plan.numel * result.plan.itemsize
-            report.bytes += result.sent.of_shards(self._shards_per_node)
-            report.elements += result.plan.layout.numel
-            report.k += result.k
-            report.exchanges += 1
-            report.nbytes += nbytes
-            report.largest = max(report.largest, nbytes)
-            if outcome.uplink.error is not None:
-                self._measured.append(result)
+        report, records = self._report, [record for record in ended.records if record is not None]
+        if not records:
+            return
+        for record in records:
+            report.bytes += record.sent.of_shards(self._shards_per_node)
+            report.elements += record.plan.layout.numel
+            report.k += record.k
+        if records[0].outcome.uplink.error is not None:  # then all have one
+            report.measured += records
         if ended.timed:
-            timed = [result.times for result in results if result.times is not None]
-            report.timings.append((timed, None if ended.waits else ended.ready))
-        if results:
-            norms = [each.norms for each in outcomes if each.norms is not None]
-            if norms:  # then all have them
-                self._clipping.fold([result.bucket for result in results], norms)
-            failed = torch.stack([~outcome.finite for outcome in outcomes]).any()
-            before = self._nonfinite_steps
-            if isinstance(before, Tensor) and before.is_cuda:  # possibly created on another stream, and freed here
-                before.record_stream(torch.cuda.current_stream(before.device))
-            self._nonfinite_steps = self._nonfinite_steps + failed
+            report.timed.append((records, None if ended.waits else ended.ready))
+        norms = [record.outcome.norms for record in records if record.outcome.norms is not None]
+        if norms:  # then all have them
+            self._clipping.fold([record.bucket for record in records], norms)
+        failed = torch.stack([~record.outcome.finite for record in records]).any()
+        before = self._nonfinite_steps
+        if isinstance(before, Tensor) and before.is_cuda:  # possibly created on another stream, and freed here
+            before.record_stream(torch.cuda.current_stream(before.device))
+        self._nonfinite_steps = before + failed
 
     @property
     def exchanged(self) -> bool:
@@ -136,28 +141,13 @@ class Telemetry:
         """Returns the report since the last call: a :class:`.CompressionMonitor` takes it at every step."""
         self.collect()
         report, self._report = self._report, Report()
-        for bucket, plan, outcome, *_ in self._measured:
-            assert outcome is not None
-            up = outcome.uplink
-            for side, stats in enumerate((up, outcome.downlink)):
-                if stats is not None and stats.error is not None:
-                    report.energy[side] += stats.error.cpu()
-            if up.selected is not None:
-                report.selected += int(up.selected) + plan.uncompressed_numel // plan.parts.count
-            if up.per_layer is not None:
-                for parameter, measured in zip(bucket, up.per_layer.cpu().T, strict=True):
-                    name = self._buckets.names[parameter]
-                    report.layers[name] = report.layers.get(name, 0) + measured
-        self._measured.clear()
         self._nonfinite_reported = self._nonfinite_steps
         return report
 
     def drop_report(self) -> None:
         """Discards the exchanges since the last report, which belong to no training step."""
         self.collect()
-        self._report = Report()
-        self._measured.clear()
-        self._nonfinite_steps = self._nonfinite_reported
+        self._report, self._nonfinite_steps = Report(), self._nonfinite_reported
 
     def continue_from(self, other: Telemetry) -> None:
         """Continues the counts and measurements of another state of the same run."""

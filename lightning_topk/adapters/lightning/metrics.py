@@ -14,6 +14,11 @@ class ExchangeVolume(Metric):
     """Bytes sent, compared with a ring all-reduce.
 
     Call ``update`` once per step with that step's bytes; ``compute`` returns the sums so far.
+
+    Args:
+        by_node: Whether ``saving`` counts the bytes between nodes (for ``topology="hierarchical"``) instead of those
+            that this rank sent.
+        **kwargs: Arguments of :class:`torchmetrics.Metric`.
     """
 
     full_state_update = False
@@ -21,9 +26,11 @@ class ExchangeVolume(Metric):
     uplink: Tensor
     downlink: Tensor
     dense: Tensor
+    inter_node: Tensor
 
-    def __init__(self, **kwargs: object) -> None:
+    def __init__(self, by_node: bool = False, **kwargs: object) -> None:
         super().__init__(**kwargs)
+        self.by_node = by_node
         for name in KINDS:
             self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
@@ -46,10 +53,11 @@ class ExchangeVolume(Metric):
 
     @override
     def compute(self) -> dict[str, Tensor]:
-        """Returns the sums in bytes, float64, and ``saving``: dense bytes over total bytes (1 if nothing was sent)."""
+        """Returns the sums in bytes, float64, and ``saving``: dense bytes over those counted (1 if there are none)."""
         sent = self.uplink + self.downlink
+        counted = self.inter_node if self.by_node else sent
         volume = {f"{kind}_bytes": getattr(self, kind) for kind in KINDS} | {"total_bytes": sent}
-        volume["saving"] = self.dense / sent if sent else torch.ones(())
+        volume["saving"] = self.dense.double() / counted if counted else torch.ones(())
         # float64 holds every count below 2^53 exactly, and Lightning's `log` turns integers into float32.
         return {name: value.double() for name, value in volume.items()}
 
