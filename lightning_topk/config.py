@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from numbers import Real
 from typing import Any, Literal, TypeGuard
 
@@ -85,23 +86,24 @@ class TopKConfig:
     def changed(self) -> dict[str, Any]:
         """The settings that differ from their defaults."""
         defaults = {each.name: each.default for each in fields(self)} | {"saving": SAVING}
-        return {name: value for name, value in vars(self).items() if value is not None and value != defaults[name]}
+        own = {name: getattr(self, name) for name in defaults}
+        return {name: value for name, value in own.items() if value is not None and value != defaults[name]}
 
-    @property
+    @cached_property
     def compresses(self) -> bool:
         """Whether anything is compressed."""
         return self._topology.compresses
 
-    @property
+    @cached_property
     def by_node(self) -> bool:
         """Whether the ranks of a node exchange as one worker."""
         return self._topology.by_node
 
-    @property
+    @cached_property
     def _topology(self) -> Topology:
         return TOPOLOGIES[self.topology or "sharded"]
 
-    @property
+    @cached_property
     def adapts_momentum(self) -> bool:
         """Whether optimizer momentum is adapted to compression."""
         return self.adapt_momentum and self.compresses and not self.momentum
@@ -135,7 +137,7 @@ class TopKConfig:
 
     def summary(self) -> dict[str, Any]:
         """The settings as strings and numbers that processes can compare: functions and schedules as sample values."""
-        found = dict(vars(self))
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("ratio", "server_ratio"):
             if varies(found[name]):
                 found[name] = [_value_or_error(found[name], step) for step in (0, 1, 10, 100, 1000, 10_000)]

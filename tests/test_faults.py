@@ -225,21 +225,25 @@ def launched(group: hosts.Hosts, launcher: str, folder: Path) -> list[tuple[int,
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_launcher_of_two_nodes_trains_alike_and_a_rank_may_die(tmp_path):
-    ends, said = {}, {}
+    ends, moved, said = {}, {}, {}
     try:
         with hosts.emulate(2, "1gbit", 2) as group:
             for launcher in ("slurm", "lightning", "torchrun"):
                 found = launched(group, launcher, tmp_path / launcher)
                 assert all(code == 0 for code, *_ in found), "\n".join(str(each) for each in found)
                 end = torch.load(tmp_path / launcher / "epoch=2.ckpt", weights_only=True)
-                assert end["lightning_topk"]["steps"] == 12
-                ends[launcher] = torch.cat([weight.flatten() for weight in end["state_dict"].values()])
+                kept, weights = end["lightning_topk"], end["state_dict"]
+                assert kept["steps"] == 12
+                ends[launcher] = torch.cat([weight.flatten() for weight in weights.values()])
+                rates = [kept["units"][name][1] for name in weights]
+                waiting = [kept["parameters"][name]["residual"].flatten() for name in weights]
+                moved[launcher] = ends[launcher] - torch.cat([*map(torch.mul, waiting, rates)])
                 said[launcher] = found[0][1:]
     except RuntimeError as error:  # a container may be root without the right to make namespaces
         pytest.skip(f"no network namespaces here: {error}")
     assert torch.equal(ends["lightning"], ends["slurm"])
-    # The run in which a rank dies resumes with the mean of the residuals, so its bits differ.
-    assert (ends["torchrun"] - ends["slurm"]).norm() < 0.05 * ends["slurm"].norm()
+    # The run in which a rank dies resumes with the mean of the residuals, and delivers other entries first.
+    assert (moved["torchrun"] - moved["slurm"]).norm() < 0.05 * moved["slurm"].norm()
     plan = volume(TopKConfig(ratio=0.05, topology="hierarchical"), [[2, 64]], 4, local=2, step=11)
     told = json.loads(said["slurm"][0].splitlines()[-1])
     assert told["inter_node_bytes"] == told["steps"] * plan.inter_node

@@ -63,7 +63,7 @@ class BucketPlan:
     uncompressed: tuple[int, ...] = ()  # indices of the parameters that are all-reduced
     tag: int = 0  # identifies the bucket on the wire
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements in the bucket."""
         return sum(self.parts.sizes)
@@ -73,7 +73,7 @@ class BucketPlan:
         mine, theirs = ({**vars(plan), "selector": type(plan.selector)} for plan in (self, other))
         return all(mine[each.name] == theirs[each.name] for each in fields(self))
 
-    @property
+    @cached_property
     def uncompressed_numel(self) -> int:
         """Number of uncompressed elements in the bucket."""
         return sum(self.parts.sizes[number] for number in self.uncompressed)
@@ -167,7 +167,7 @@ class Endpoint:
     downlink: Link | None  # the server's; None on a rank that is not a server
     sizes: Tensor  # [parameters] int64 on the bucket's device, elements of each parameter
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """How this rank's part of the bucket is split among the servers."""
         return self.plan.layout
@@ -177,7 +177,7 @@ class Endpoint:
         """Index of the shard that this rank serves; 0 if there is only one."""
         return self.rank // self.plan.parts.count if self.layout.shards > 1 else 0
 
-    @property
+    @cached_property
     def links(self) -> list[Link]:
         """The worker's link and, on a server, the server's."""
         return [self.uplink] if self.downlink is None else [self.uplink, self.downlink]

@@ -122,7 +122,7 @@ class Volume:
 
     def of_shards(self, count: int) -> Volume:
         """The same if ``count`` ranks of the node each exchange a shard of the gradients like this one."""
-        kinds = ("intra_node", "inter_node", "dense_inter_node", "messages")
+        kinds = () if count == 1 else ("intra_node", "inter_node", "dense_inter_node", "messages")
         return replace(self, **{kind: count * self[kind] for kind in kinds})
 
     @property

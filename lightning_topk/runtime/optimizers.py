@@ -139,13 +139,13 @@ class Optimizers:
 
     def begin_pass(self) -> None:
         """Begins a backward pass that is exchanged."""
-        self.sync()
+        optimizers = self.sync()
         self.watch.begin_pass()
         self.adapted = self.watch.compressed
         if self.rates is not None:
-            now = tuple(rate_of(group) for each in self._now() for group in each.param_groups)
+            now = tuple(rate_of(group) for each in optimizers for group in each.param_groups)
             if len(now) != len(self.rates.now):
-                self._find_groups(self._now())
+                self._find_groups(optimizers)
             else:
                 self.rates = self.rates._replace(now=now)
         if self._clipping is not None:
@@ -192,14 +192,17 @@ class Optimizers:
         rates = tuple(rate_of(group) for each in optimizers for group in each.param_groups)
         self.rates = Rates(known, kinds, rates, (0.0,) * len(rates)) if known and self._same else None
 
-    def sync(self) -> None:
-        """Checks the optimizers; adapts momentum, and watches the steps, of new ones. Before every backward pass."""
+    def sync(self) -> list[Optimizer]:
+        """Checks the optimizers; adapts momentum, and watches the steps, of new ones. Before every backward pass.
+
+        Returns them.
+        """
         now, compressed = self._now(), frozenset(self._held_by_optimizers(self._buckets.compressed))
         check_optimizers(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         self.watch.compressed = compressed
         count = sum(len(all_parameters(each)) for each in now)
         if [*map(id, now)] == [id(each.optimizer()) for each in self.watch.watched] and count == self._count:
-            return
+            return now
         AdaptedMomentum.release(self)
         if self._config.adapts_momentum:
             ours = [each for each in now if not compressed.isdisjoint(all_parameters(each))]
@@ -211,6 +214,7 @@ class Optimizers:
         self._find_groups(now)
         if now and self._config.compresses:
             self._warn_of_idle(self.updated(), compressed)
+        return now
 
     def close(self) -> None:
         """Stops adapting and watching the optimizers."""

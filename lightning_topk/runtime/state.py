@@ -94,8 +94,8 @@ class HookState:
 
     def lane(self, device: torch.device) -> StreamLane | ThreadLane:
         """Returns the lane for gradients on a device."""
-        groups = self.open_groups()
         if self._lane is None:
+            groups = self.open_groups()
             if device.type not in ("cpu", "cuda"):
                 raise TypeError(f"gradients are on {device}; the exchange supports CPU and CUDA tensors only.")
             self._lane = StreamLane(device, groups) if device.type == "cuda" else ThreadLane(groups)
