@@ -11,6 +11,8 @@ has both.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.core import ops
-from lightning_topk.core.endpoint import Codecs, Endpoint, Exchange
+from lightning_topk.core.endpoint import Codecs, Endpoint, Exchange, Outcome
 from lightning_topk.core.link import NOTHING, Measure, Step, norm
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce
@@ -61,20 +63,23 @@ def exchange(
     ``g``, before and after. ``used``, ``[parameters]`` bool on the CPU, are the parameters that this rank used; None if
     none may be unused.
     """
-    now = Step(step, scale, scale, measure)
-    if used is None:
-        path = _exchange_checked(end, g, codecs, now, applied)
-    else:
-        path = _exchange_used(end, g, codecs, now, applied, used)
-    request, reply = None, None
+    request = reply = unused = None
     try:
-        while True:
-            request = path.send(reply)
-            reply = yield request
-    except StopIteration as ended:
-        return ended.value
+        if used is not None:
+            # If no rank used a parameter, DDP keeps its old gradient and discards the hook's result: anything sent for
+            # it would be lost. The ranks therefore first share one bit per parameter.
+            votes = yield AllGather(reference.pack_bits(ops.to_device(used, g.device).unsqueeze(0))[0], "uplink")
+            unused = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
+        with _set_aside(end, g, unused):
+            path = _exchange_used(end, g, codecs, Step(step, scale, scale, measure), applied)
+            try:
+                while True:
+                    request = path.send(reply)
+                    reply = yield request
+            except StopIteration as ended:
+                outcome: Outcome = ended.value
+        return outcome
     except BaseException:  # also GeneratorExit, if another exchange has failed
-        path.close()
         arrived = request is not None and request.direction == "downlink" and "server" in end.plan.feedback
         if (link := end.downlink if arrived else end.uplink) is not None:
             link.take_back()
@@ -84,42 +89,47 @@ def exchange(
             link.sent = None
 
 
-def _exchange_used(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, applied: Applied, used: Tensor) -> Exchange:
-    """Exchanges the parameters that at least one rank used.
-
-    If no rank used a parameter, DDP keeps its old gradient and discards the hook's result: anything sent for it would
-    be lost. The ranks therefore first share one bit per parameter. Workers and servers set aside the gradients and
-    residuals of unused parameters.
-    """
-    votes = yield AllGather(reference.pack_bits(ops.to_device(used, g.device).unsqueeze(0))[0], "uplink")
-    unused = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
-    absent = unused.repeat_interleave(end.sizes, output_size=len(g))
+@contextmanager
+def _set_aside(end: Endpoint, g: Tensor, unused: Tensor | None) -> Iterator[None]:
+    """Makes gradients and residuals of unused parameters ``[parameters]`` bool zero, and puts them back."""
+    if unused is None:
+        yield
+        return
+    absent, held = unused.repeat_interleave(end.sizes, output_size=len(g)), []
     aside = g.masked_fill(~absent, 0)
     g.masked_fill_(absent, 0)
-    held = []
     for link, mask in zip(end.links, end.spread(unused), strict=True):
         for memory in link.memory.tensors().values():
             held.append((memory, memory.masked_fill(~mask, 0)))
             memory.masked_fill_(mask, 0)
     try:
-        outcome = yield from _exchange_checked(end, g, codecs, step, applied)
+        yield
     finally:
         for memory, unsent in held:
             memory.add_(unsent)
     g.copy_(torch.where(absent, aside, g))
-    return outcome
 
 
-def _exchange_checked(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, applied: Applied) -> Exchange:
-    """Clips the gradient before the exchange, and marks it with NaN afterwards if it is not finite."""
+def _exchange_used(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, applied: Applied) -> Exchange:
+    """Clips the gradient, all-reduces uncompressed parameters, exchanges the rest, and marks what is not finite."""
     if end.plan.clip_norm is not None:
         g.mul_((end.plan.clip_norm / norm(g, step.scale_in)).clamp(max=1))
     loss, own = step.scale_in, None if applied.clip is None else norm(g, step.scale_in, torch.float32)
-    computed = own
+    computed, places, total = own, [], None
     if "worker" in end.plan.feedback and not codecs.whole:  # something waits in a residual
         step, own = _as_applied(g, step, applied, own)
-    path = _exchange_uncompressed if end.plan.uncompressed else end.plan.topology.exchange
-    outcome = yield from path(end, g, codecs, step)
+    if end.plan.uncompressed:
+        parameters = g.split(end.plan.parts.sizes)
+        places = [parameters[number] for number in end.plan.uncompressed]
+        mine = torch.cat(places).div_(end.plan.workers)
+        for place in places:
+            place.zero_()
+        total = yield AllReduce(mine, "uplink")
+    outcome = yield from end.plan.topology.exchange(end, g, codecs, step)
+    if total is not None:
+        for place, summed in zip(places, total.split([*map(len, places)]), strict=True):
+            place += summed  # the exchange may have delivered a residual of earlier settings here
+        outcome = replace(outcome, finite=outcome.finite & reference.is_finite(total))
     if own is not None and computed is not None:
         outcome = replace(outcome, norms=torch.stack([computed, own, norm(g, loss, torch.float32)]))
     ops.nan_unless_(g, end.starts, outcome.finite)
@@ -144,17 +154,3 @@ def _as_applied(g: Tensor, step: Step, applied: Applied, own: Tensor | None) -> 
             own = own / excess
             scale = excess if scale is None else scale * excess
     return replace(step, scale_in=scale, scale_out=scale_out), own
-
-
-def _exchange_uncompressed(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
-    """Exchanges a bucket with uncompressed parameters: all-reduces those first, and leaves zeros in their place."""
-    parameters = g.split(end.plan.parts.sizes)
-    places = [parameters[number] for number in end.plan.uncompressed]
-    mine = torch.cat(places).div_(end.plan.workers)
-    for place in places:
-        place.zero_()
-    total = yield AllReduce(mine, "uplink")
-    outcome = yield from end.plan.topology.exchange(end, g, codecs, step)
-    for place, summed in zip(places, total.split([len(place) for place in places]), strict=True):
-        place += summed  # the exchange may have delivered a residual of earlier settings here
-    return replace(outcome, finite=outcome.finite & reference.is_finite(total))
