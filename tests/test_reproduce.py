@@ -11,7 +11,7 @@ from PIL import Image
 
 from lab import data, training
 from lab.bench import steps
-from lab.papers import at_size, deliveries, lag, speedup
+from lab.papers import at_size, deliveries, fine_tuning, lag, speedup
 from lightning_topk.config import TopKConfig
 from lightning_topk.volume import volume
 
@@ -49,6 +49,16 @@ def test_simulated_training_learns_and_sends_what_is_predicted(little_text, imag
     assert len(run.union) == steps
     sent = volume(TopKConfig(ratio=0.1), [len(start.start)], world=2)
     assert (run.uplink_bytes, run.downlink_bytes) == (sent.uplink, sent.downlink)
+
+
+def test_a_convnet_is_fine_tuned_from_half_of_the_classes_to_all(images):
+    tuned = fine_tuning.TUNED["convnet"]
+    before, after = (tuned.data(images, before=before) for before in (True, False))
+    assert [sorted(part.tolist()) for part in (before.labels, before.held_labels)] == [[*range(5)]] * 2
+    assert torch.equal(before.examples, after.examples[after.labels < 5])
+    assert after.labels.unique().tolist() == [*range(10)]
+    with pytest.raises(ValueError, match="pass their folder by --data"):
+        tuned.data(None, before=True)
 
 
 def test_a_run_goes_on_from_the_weights_and_optimizer_states_that_an_earlier_one_kept(tmp_path):

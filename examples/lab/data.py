@@ -110,6 +110,14 @@ def image_folder(folder: Path) -> Data:
     return Data(examples, labels, held_examples, held_labels, crop_and_flip)
 
 
+def first_classes(data: Data, count: int) -> Data:
+    """The images of the first classes alone."""
+    chosen, held = data.labels < count, data.held_labels < count
+    return Data(
+        data.examples[chosen], data.labels[chosen], data.held_examples[held], data.held_labels[held], data.augment
+    )
+
+
 def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
     """Shifts images ``[N, C, H, W]`` by up to four pixels and mirrors half of them at random (He et al. 2016, 4.2)."""
     count, _, height, width = images.shape

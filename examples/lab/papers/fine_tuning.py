@@ -1,4 +1,4 @@
-"""Fine-tuning: the small GPT, trained densely on the documentation, goes on with source code."""
+"""Fine-tuning: models that were trained densely go on with other data."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from lab.data import source_as_documentation
+from lab.data import Data, first_classes, image_folder, source_as_documentation
 from lab.papers.at_size import COURSES, exchange
 from lab.report import Panel, Result, in_words
 from lab.training import Optimizer, Problem, Runs, run_all, train
@@ -21,42 +21,67 @@ from lightning_topk.plan import Row
 SYSTEMS = ("dense", "saving 10", "saving 50")
 BEFORE = 3000
 """Steps of the dense training before."""
-OPTIMIZERS = {"AdamW": Optimizer(0.01, 0.9, "AdamW", clip_norm=1.0), "SGD": Optimizer(0.3, 0.9, clip_norm=1.0)}
-"""As in the dense training before; fine-tuning has a tenth of the rate."""
+
+
+class Tuned(NamedTuple):
+    """A model, and the optimizer of the dense training before; fine-tuning has a tenth of the rate."""
+
+    model: str
+    optimizer: Optimizer
+
+    def data(self, images: Path | None, before: bool) -> Data | None:
+        """The data ``before`` and afterwards: Python's documentation, then source code; five classes, then all."""
+        if self.model == "gpt":
+            return None if before else source_as_documentation()
+        if images is None:
+            raise ValueError("this model learns images: pass their folder by --data.")
+        return first_classes(image_folder(images), 5) if before else image_folder(images)
+
+
+TUNED = {
+    "AdamW": Tuned("gpt", Optimizer(0.01, 0.9, "AdamW", clip_norm=1.0)),
+    "SGD": Tuned("gpt", Optimizer(0.3, 0.9, clip_norm=1.0)),
+    "convnet": Tuned("convnet", Optimizer(0.017, 0.9)),
+}
 
 
 def run(
-    optimizers: Sequence[str] = tuple(OPTIMIZERS),
+    data: Path | None = None,
+    what: Sequence[str] = ("AdamW", "SGD"),
     lengths: Sequence[int] = (100, 300, 1000),
     seeds: int = 2,
     minutes: float = math.inf,
     out: Path = Path("reproduced"),
 ) -> Result:
-    """Trains densely, keeps weights and optimizer states, and goes on from them at a tenth of the rate."""
-    if unknown := {*optimizers} - {*OPTIMIZERS}:
-        raise ValueError(f"there is no {', '.join(unknown)} here: there are {', '.join(OPTIMIZERS)}.")
-    starts = {(kind, seed): out / f"fine-tuning-{kind}-{seed}.pt" for kind in optimizers for seed in range(seeds)}
-    run_all({key: partial(_before, *key, path) for key, path in starts.items() if not path.exists()}, "before")
+    """Trains densely, keeps weights and optimizer states, and goes on from them at a tenth of the rate.
+
+    The small GPT, by an optimizer, or a convnet, which needs ``data``, a folder of images.
+    """
+    if unknown := {*what} - {*TUNED}:
+        raise ValueError(f"there is no {', '.join(unknown)} here: there are {', '.join(TUNED)}.")
+    starts = {(kind, seed): out / f"fine-tuning-{kind}-{seed}.pt" for kind in what for seed in range(seeds)}
+    run_all({key: partial(_before, *key, path, data) for key, path in starts.items() if not path.exists()}, "before")
     found = Runs(out / "fine-tuning.jsonl")
     settings = [
         (kind, cosine, steps, system, seed)
         for seed in range(seeds)
         for steps in lengths
-        for kind in optimizers
+        for kind in what
         for cosine in (True, False)
         for system in SYSTEMS
     ]
-    jobs = {run_key(*each): partial(_after, *each, starts[each[0], each[-1]]) for each in settings}
+    jobs = {run_key(*each): partial(_after, *each, starts[each[0], each[-1]], data) for each in settings}
     found.complete(jobs, "fine-tuning", minutes)
     result = Result(
         "fine-tuning",
         "what compression costs where a trained model goes on with other data",
-        f"GPT of 0.12 million parameters, {COURSES['gpt'].workers} simulated workers, {BEFORE:,} dense steps on "
-        "Python's documentation, then on its source code at a tenth of the rate, without warm-up, with weights and "
-        "optimizer states of the dense training. Held-out loss on source code. Of the gain: the part of dense "
-        "training's improvement that is reached.",
+        f"{COURSES['gpt'].workers} simulated workers, {BEFORE:,} dense steps, then others at a tenth of the rate, "
+        "without warm-up, with weights and optimizer states of the dense training: GPT of 0.12 million parameters on "
+        "Python's documentation, then on its source code; convnet of 0.2 million on five classes of images, then on "
+        "all, by SGD. Held-out loss on the second data. Of the gain: the part of dense training's improvement that is "
+        "reached.",
     )
-    for kind in optimizers:
+    for kind in what:
         result.tables[kind] = table(found, kind, lengths, range(seeds))
         for cosine in (True, False):
             panel = Panel(f"{kind}, {_schedule(cosine)}", "steps", xlog=True, ylabel="held-out loss")
@@ -101,18 +126,21 @@ def _ends(found: Runs, kind: str, cosine: bool, steps: int, system: str, seeds: 
     return {seed: found[key]["held"] for seed, key in keys.items() if key in found}
 
 
-def _before(kind: str, seed: int, path: Path) -> None:
-    course = COURSES["gpt"]
-    optimizer = replace(OPTIMIZERS[kind], cosine=True)
-    train("gpt", exchange("dense", course), course.workers, BEFORE, optimizer, seed, course.batch, keep=path)
+def _before(kind: str, seed: int, path: Path, images: Path | None) -> None:
+    tuned, course = TUNED[kind], COURSES[TUNED[kind].model]
+    optimizer, data = replace(tuned.optimizer, cosine=True), tuned.data(images, before=True)
+    how = exchange("dense", course), course.workers, BEFORE, optimizer, seed, course.batch
+    train(tuned.model, *how, data=data, keep=path)
 
 
-def _after(kind: str, cosine: bool, steps: int, system: str, seed: int, start: Path) -> dict[str, Any]:
-    course, data = COURSES["gpt"], source_as_documentation()
-    optimizer = replace(OPTIMIZERS[kind], lr=OPTIMIZERS[kind].lr / 10, cosine=cosine)
-    options: dict[str, Any] = {"data": data, "start": start}
-    ended = train("gpt", exchange(system, course), course.workers, steps, optimizer, seed, course.batch, **options)
-    before, _ = Problem("gpt", seed, data).held_out(torch.load(start)["weights"])
+def _after(
+    kind: str, cosine: bool, steps: int, system: str, seed: int, start: Path, images: Path | None
+) -> dict[str, Any]:
+    tuned, course = TUNED[kind], COURSES[TUNED[kind].model]
+    optimizer, data = replace(tuned.optimizer, lr=tuned.optimizer.lr / 10, cosine=cosine), tuned.data(images, False)
+    how = exchange(system, course), course.workers, steps, optimizer, seed, course.batch
+    ended = train(tuned.model, *how, data=data, start=start)
+    before, _ = Problem(tuned.model, seed, data).held_out(torch.load(start)["weights"])
     return {
         "optimizer": kind,
         "steps": steps,
