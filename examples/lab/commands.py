@@ -123,7 +123,7 @@ COMMANDS = {
     "reproduce fine-tuning": (
         "papers.fine_tuning:run",
         "what compression costs where a trained model goes on with other data; resumable",
-        "data what lengths seeds minutes",
+        "data models lengths seeds minutes",
     ),
     "reproduce first-script": (
         "papers.first_script:run",

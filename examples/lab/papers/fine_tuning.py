@@ -47,7 +47,7 @@ TUNED = {
 
 def run(
     data: Path | None = None,
-    what: Sequence[str] = ("AdamW", "SGD"),
+    models: Sequence[str] = ("AdamW", "SGD"),
     lengths: Sequence[int] = (100, 300, 1000),
     seeds: int = 2,
     minutes: float = math.inf,
@@ -57,16 +57,16 @@ def run(
 
     The small GPT, by an optimizer, or a convnet, which needs ``data``, a folder of images.
     """
-    if unknown := {*what} - {*TUNED}:
+    if unknown := {*models} - {*TUNED}:
         raise ValueError(f"there is no {', '.join(unknown)} here: there are {', '.join(TUNED)}.")
-    starts = {(kind, seed): out / f"fine-tuning-{kind}-{seed}.pt" for kind in what for seed in range(seeds)}
+    starts = {(kind, seed): out / f"fine-tuning-{kind}-{seed}.pt" for kind in models for seed in range(seeds)}
     run_all({key: partial(_before, *key, path, data) for key, path in starts.items() if not path.exists()}, "before")
     found = Runs(out / "fine-tuning.jsonl")
     settings = [
         (kind, cosine, steps, system, seed)
         for seed in range(seeds)
         for steps in lengths
-        for kind in what
+        for kind in models
         for cosine in (True, False)
         for system in SYSTEMS
     ]
@@ -81,7 +81,7 @@ def run(
         "all, by SGD. Held-out loss on the second data. Of the gain: the part of dense training's improvement that is "
         "reached.",
     )
-    for kind in what:
+    for kind in models:
         result.tables[kind] = table(found, kind, lengths, range(seeds))
         for cosine in (True, False):
             panel = Panel(f"{kind}, {_schedule(cosine)}", "steps", xlog=True, ylabel="held-out loss")
