@@ -168,6 +168,44 @@ def plan_step(
     return plans
 
 
+def share_out(plans: Sequence[BucketPlan], weights: Sequence[float]) -> list[BucketPlan]:
+    """Divides the bytes of a step among its buckets anew: each gets ``weights`` times as many, over their mean.
+
+    The sum stays the same: the last bucket's payloads are padded by a few zeros. Buckets that send all entries, or are
+    not compressed, keep their plans.
+    """
+    found = [*plans]
+    shared = [
+        number
+        for number, plan in enumerate(plans)
+        if isinstance(plan.k, int) and plan.k < plan.layout.shard_size and plan.topology.compresses and plan.numel
+        if plan.server_k is not None or not plan.topology.has_servers  # else replies have another size
+    ]
+    sizes = {number: plans[number].codecs().uplink.nbytes for number in shared}
+    left = sum(sizes.values())
+    shared.sort(key=lambda number: -weights[number])  # what a bucket cannot use goes to the others
+    for place, number in enumerate(shared):
+        rest = sum(weights[each] * sizes[each] for each in shared[place:])
+        plan = _filling(plans[number], int(left * weights[number] * sizes[number] / rest))
+        left -= plan.codecs().uplink.nbytes
+        found[number] = plan
+    if left < 0:  # the buckets are too small to send less
+        return [*plans]
+    if shared:
+        found[shared[-1]] = replace(found[shared[-1]], padding=left)
+    return found
+
+
+def _filling(plan: BucketPlan, nbytes: int) -> BucketPlan:
+    """The plan that sends the most entries in payloads of at most so many bytes; one of each shard at least."""
+    shards, low, high = plan.layout.shards, 1, plan.layout.shard_size
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = _sending(plan, middle * shards).codecs().uplink.nbytes <= nbytes
+        low, high = (middle, high) if fits else (low, middle)
+    return _sending(plan, low * shards)
+
+
 def elements(buckets: Sequence[BucketSizes]) -> tuple[int, int]:
     """Elements of all parameters of some buckets, and of the uncompressed ones."""
     return sum(sum(sizes) for sizes, *_ in buckets), sum(sizes[n] for sizes, _, numbers, _ in buckets for n in numbers)
@@ -218,6 +256,7 @@ class Buckets:
         self.config, self._world, self.local = config, world, local
         self._model = 1, 0  # elements of all parameters, and of the uncompressed ones
         self._plans: dict[tuple[Bucket, torch.dtype], BucketPlan] = {}
+        self._weights: Mapping[Bucket, float] = {}  # of their bytes, see `share`
         self.together = False  # whether the buckets of a step are known, and planned together
         self.names: Mapping[Tensor, str] = {}
         self.all_names: Mapping[Tensor, Sequence[str]] = {}  # of tied weights; `dense_parameters` may match each
@@ -271,6 +310,14 @@ class Buckets:
         self.together = True
         return changed
 
+    def share(self, buckets: Sequence[Bucket], weights: Sequence[float]) -> int:
+        """Plans all buckets of a step with bytes in proportion to ``weights``, see :func:`share_out`.
+
+        Returns the number of plans that have changed.
+        """
+        self._weights = dict(zip(buckets, weights, strict=True))
+        return self.plan_together(buckets)
+
     def planned(self, buckets: Sequence[Bucket]) -> list[BucketPlan]:
         """Plans of buckets that are exchanged in the same step."""
         known = []
@@ -278,4 +325,6 @@ class Buckets:
             tag = zlib.crc32(" ".join(self.names.get(parameter, "") for parameter in bucket).encode()) >> 8
             uncompressed = [number for number, parameter in enumerate(bucket) if parameter in self._uncompressed]
             known.append(([parameter.numel() for parameter in bucket], bucket[0].itemsize, uncompressed, tag))
-        return plan_step(self.config, known, self._world, self.local, self._model)
+        plans = plan_step(self.config, known, self._world, self.local, self._model)
+        weights = [self._weights.get(bucket, 0.0) for bucket in buckets]
+        return share_out(plans, weights) if all(weights) else plans

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk import TopKModelParallelStrategy, TopKStrategy
-from lightning_topk.bucket import TOLERANCE, Buckets, TooLargeError, for_compressed, plan_bucket, plan_step
+from lightning_topk.bucket import TOLERANCE, Buckets, TooLargeError, for_compressed, plan_bucket, plan_step, share_out
 from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import Selector
@@ -195,6 +195,39 @@ def test_small_buckets_are_sent_whole_within_the_tolerance_of_the_saving(topolog
     assert max(plan.density() for plan in many) < 1
     assert min(plan.density() for plan in many) >= 0.99 * large.density()
     assert [plan.k for plan in plan_step(TopKConfig(ratio=0.01), [((65,), 4, (), 0)] * 2, 4)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("topology", "settings"),
+    [
+        *((name, {}) for name in ("sharded", "hierarchical", "single_server")),
+        ("allgather", {"bidirectional": False}),
+        ("sharded", {"selector": "randk", "wire": "fp32"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sizes", [(400_000, 100_000, 100_000), (4099, 70_001, 257, 30_000), (900, 800)])
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (10, 0.25, 3, 0.25), (0.25, 10, 10, 0.25)])
+def test_shares_move_the_bytes_of_a_step_between_its_buckets(topology, settings, sizes, weights):
+    config = TopKConfig(saving=60, topology=topology, **settings)
+    before = plan_step(config, [((size,), 4, (), 0) for size in sizes], 4, 2 if topology == "hierarchical" else 1)
+    after = share_out(before, weights[: len(sizes)])
+    for rank in range(4):
+        sent = [sum((plan.volume(rank) for plan in plans), Volume()) for plans in (before, after)]
+        assert sent[0] == sent[1]
+    padding = [plan.padding for plan in after]
+    assert sum(each > 0 for each in padding) <= 1
+    assert max(padding) <= 16
+    if min(sizes) > 4096:
+        nbytes = [[plan.codecs().uplink.nbytes for plan in plans] for plans in (before, after)]
+        grown = [new / old for old, new in zip(*nbytes, strict=True)]
+        assert grown[0] / grown[1] == pytest.approx(weights[0] / weights[1], rel=0.1)
+
+
+def test_buckets_that_send_everything_or_nothing_less_keep_their_plans():
+    tiny, full = (plan_step(TopKConfig(saving=saving), [((65,), 4, (), 0)] * 3, 4) for saving in (1e4, 1))
+    for plans in (tiny, full, plan_step(TopKConfig(saving=50, bidirectional=False), [((90_000,), 4, (), 0)] * 2, 4)):
+        assert share_out(plans, (4.0, 1.0, 1.0)[: len(plans)]) == plans
 
 
 def test_a_function_of_the_step_is_a_schedule_and_is_validated():

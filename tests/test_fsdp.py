@@ -92,13 +92,13 @@ class Watched:
 
 
 def harness(rank: int, world: int, nodes: int, local: int, settings: dict[str, Any]) -> None:
-    """Checks the laws on four steps; every ``every``-th step leaves a branch out."""
-    every, patterns = settings.pop("every", 9), settings.get("dense_parameters", ())
+    """Checks the laws on some steps; every ``every``-th step leaves a branch out."""
+    every, steps, patterns = settings.pop("every", 99), settings.pop("steps", 4), settings.get("dense_parameters", ())
     net, state = made(nodes, local, **settings)
     alone, between = Net(empty=False), frozenset(dist.get_process_group_ranks(state.groups.all))
     computed, received, sent, planned = [], [], [], []
     with ranks.Counted() as counted:
-        for step in range(4):
+        for step in range(steps):
             branch = (step + 1) % every != 0
             computed.append(ranks.local_gradient(alone, net, rank, step, branch=branch))
             net.zero_grad()
@@ -119,7 +119,7 @@ def harness(rank: int, world: int, nodes: int, local: int, settings: dict[str, A
     schedule = every <= 4 or isinstance(settings.get("ratio"), ExponentialWarmup)
     settled = None if schedule else int("saving" in settings)  # small groups are sent whole once all are known
     rows, left = ranks.check_laws(state, net, computed, received, sent, planned, exact=exact, settled=settled)
-    assert (state.steps, {*state.names.values()}) == (4, {*names})
+    assert (state.steps, {*state.names.values()}) == (steps, {*names})
     assert rows.any()
     assert left.any() == (nodes > 1)
 
@@ -135,6 +135,7 @@ def harness(rank: int, world: int, nodes: int, local: int, settings: dict[str, A
         ),
         (2, 2, {"ratio": None, "saving": 8}),
         (2, 2, {"ratio": None, "saving": 8, "dense_parameters": ["*.bias", "scale"]}),
+        (2, 2, {"ratio": None, "saving": 8, "steps": 20}),
         (2, 2, {"selector": "gaussiank", "wire": "bf16"}),
         (2, 2, {"selector": "randk", "wire": "fp32"}),
         (2, 2, {"ratio": ExponentialWarmup(0.05, steps=3), "wire": "int8"}),

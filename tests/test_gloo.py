@@ -201,6 +201,56 @@ def test_time_that_several_exchanges_share_counts_once_in_whatever_order_they_en
     assert [Report(timed=[(records, ready)]).times for ready in (8.0, 20.0, None)] == [(12, 4), (12, 0), (12, 12)]
 
 
+@pytest.mark.parametrize(
+    ("topology", "bidirectional", "settings"),
+    [
+        ("sharded", True, {}),
+        ("sharded", True, {"dense_parameters": "*bias", "selector": "gaussiank"}),
+        ("sharded", False, {}),
+        ("single_server", True, {"wire": "bf16"}),
+        ("allgather", False, {}),
+        ("hierarchical", True, {"local_world_size": 2, "saving": 30}),
+    ],
+    ids=str,
+)
+@on_ranks(4)
+def test_densities_follow_the_gradients_and_the_bytes_stay(rank, world, topology, bidirectional, settings):
+    """Buckets of large gradients send more of their entries from the ninth pass on."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(60, 60) for _ in range(4)])
+    config = {"saving": 8, "topology": topology, "bidirectional": bidirectional, **settings}
+    ddp, state = attached(net, {"bucket_cap_mb": 0.01}, **config)
+    local = config.pop("local_world_size", 1)
+    computed, received, sent, planned, densities = [], [], [], [], []
+    for step in range(20):
+        ddp.zero_grad()
+        x = torch.randn(8, 60, generator=torch.Generator().manual_seed(world * step + rank))
+        # The last layer's gradient is the largest by far: those before it go through small weights.
+        (10 * ddp(x)).square().mean().backward()
+        grads = torch.autograd.grad((10 * net(x)).square().mean(), [*net.parameters()])
+        computed.append(torch.cat([each.flatten() for each in grads]))
+        received.append(gradient(net))
+        if step > 2:
+            buckets = [[p.numel() for p in bucket] for bucket in state.last_buckets]
+            dense = "dense_parameters" in config
+            biases = [[n for n, numel in enumerate(bucket) if dense and numel == 60] for bucket in buckets]
+            plan = volume(TopKConfig(**config), buckets, world, rank, local=local, uncompressed=biases)
+            sent.append(state.report().bytes)
+            planned.append(plan)
+            densities.append([state.buckets.plan_of(bucket).density() for bucket in state.last_buckets])
+        else:
+            state.report()
+    ranks.check_laws(state, net, computed, received)
+    assert sent == planned
+    assert len({each.sent for each in sent}) == 1
+    before, after = densities[0], densities[-1]
+    if topology == "sharded" and not bidirectional:
+        assert after == before, "replies are as long as all that workers send"
+    else:
+        assert max(after) > 1.5 * max(before)
+        assert min(after) < 0.8 * min(before)
+
+
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
 @on_ranks(3)
 def test_a_small_model_is_exchanged_as_one_bucket(rank, world, options):

@@ -62,6 +62,7 @@ class BucketPlan:
     clip_norm: float | None = None  # of one worker's gradient
     uncompressed: tuple[int, ...] = ()  # indices of the parameters that are all-reduced
     tag: int = 0  # identifies the bucket on the wire
+    padding: int = 0  # of payloads, bytes
 
     @cached_property
     def numel(self) -> int:
@@ -77,6 +78,13 @@ class BucketPlan:
     def uncompressed_numel(self) -> int:
         """Number of uncompressed elements in the bucket."""
         return sum(self.parts.sizes[number] for number in self.uncompressed)
+
+    def compressed_part(self, g: Tensor) -> Tensor:
+        """The elements of compressed parameters of a bucket ``[numel]``; zero if there are none."""
+        if not self.uncompressed:
+            return g
+        pieces = [x for number, x in enumerate(g.split(self.parts.sizes)) if number not in self.uncompressed]
+        return torch.cat([*pieces, g.new_zeros(1)])
 
     def codecs(self, step: int = 0, epoch: int = 0, selector: Selector | None = None) -> Codecs:
         """Returns the codecs for the payloads of a step.
@@ -96,7 +104,8 @@ class BucketPlan:
             # Workers that draw the same positions send no others.
             down = up if shared is not None else min(size, self.world * up)
         make = _codec if shared is None else Codec  # a selector holds tensors: not in a cache
-        return Codecs(make(self.wire, size, up, shared, self.tag), make(self.wire, size, down, shared, self.tag))
+        common = shared, self.tag, self.padding
+        return Codecs(make(self.wire, size, up, *common), make(self.wire, size, down, *common))
 
     def _k_at(self, k: int | Varying, step: int, epoch: int, name: str) -> int:
         if isinstance(k, int):

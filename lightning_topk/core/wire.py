@@ -124,6 +124,7 @@ class Codec:
     k: int
     shared: Shared | None = None  # computes the positions, if every rank draws the same; None if they are sent
     tag: int = 0  # of the bucket, in [0, 2^24): a receiver that expects another tag refuses the payload
+    padding: int = 0  # zeros before the check word, bytes; a multiple of the word size
 
     @property
     def nbytes(self) -> int:
@@ -145,7 +146,7 @@ class Codec:
         low = reference.elias_fano_low_width(universe, k)
         known = self.shared is not None or k == universe  # to both ends
         values, positions = wire.nbytes(k), 0 if known else reference.elias_fano_bytes(universe, k, low)
-        nbytes = (-(-(values + positions) // WORD.itemsize) + 1) * WORD.itemsize
+        nbytes = (-(-(values + positions) // WORD.itemsize) + 1) * WORD.itemsize + self.padding
         check = WORDS_SUM + (self.tag + 0x9E3779 * k) % 2**24  # different for each k of a tag
         bits = 0 if known else wire.bits
         return PayloadFormat(universe, k, bits, wire.largest, values, low, positions, nbytes, check)

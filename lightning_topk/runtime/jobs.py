@@ -19,6 +19,7 @@ from lightning_topk.bucket import Bucket
 from lightning_topk.core import guards
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.guards import Applied
+from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import Volume, request_volume
 from lightning_topk.runtime import collectives
 from lightning_topk.runtime.groups import Groups
@@ -100,6 +101,7 @@ class Job:
             exchange.close()  # of one that failed, at once: what was not delivered returns to the residuals
         k = codecs.uplink.k * plan.layout.shards + plan.uncompressed_numel // plan.parts.count
         ended = mark(g.device) if now.timed else None
+        energy = reference.energy(plan.compressed_part(g)) if now.weighs else None
         now.records[self.place] = Record(
-            self.bucket, plan, outcome, sent + plan.dense_volume, min(k, plan.layout.numel), begun, ended
+            self.bucket, plan, outcome, sent + plan.dense_volume, min(k, plan.layout.numel), begun, ended, energy
         )

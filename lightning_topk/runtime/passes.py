@@ -48,6 +48,7 @@ class Record(NamedTuple):
     k: int  # entries that fit into this worker's payloads
     begun: Mark | None  # None if it was not timed
     ended: Mark | None
+    energy: Tensor | None = None  # of what was delivered of its compressed parameters, scalar float64; if it is weighed
 
 
 @dataclass(eq=False)
@@ -63,6 +64,7 @@ class Pass:
         measure: Statistics that its jobs measure.
         timed: Whether its jobs are timed.
         waits: Whether backward waits for each job, so that it hides none of them.
+        weighs: Whether jobs measure the energy of what they deliver (:mod:`.shares`).
         ready: Mark of when the last gradient was ready: from then on, backward hides nothing.
         buckets: The buckets exchanged so far.
         records: Of each exchange, in the order of submission; None until it has ended. Empty gradients have none.
@@ -77,6 +79,7 @@ class Pass:
     measure: Measure = NOTHING
     timed: bool = False
     waits: bool = False
+    weighs: bool = False
     ready: Mark | None = None
     buckets: list[Bucket] = field(default_factory=list)
     records: list[Record | None] = field(default_factory=list)

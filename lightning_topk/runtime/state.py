@@ -26,6 +26,7 @@ from lightning_topk.runtime.lanes import Future, StreamLane, ThreadLane
 from lightning_topk.runtime.optimizers import Optimizers
 from lightning_topk.runtime.passes import Pass, mark
 from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.shares import Shares
 from lightning_topk.runtime.telemetry import Report, Telemetry
 from lightning_topk.schedule import Schedule
 from lightning_topk.volume import Volume
@@ -72,7 +73,8 @@ class HookState:
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
         clipping = self.clipping()
-        self.telemetry = telemetry = Telemetry(self.shards_per_node, clipping)
+        self.shares = Shares(self.from_shards)
+        self.telemetry = telemetry = Telemetry(self.shards_per_node, clipping, self.shares)
         self.optimizers = Optimizers(
             optimizers, scaler, self.config, self.buckets, self.held_by_optimizers, telemetry, self._say, clipping
         )
@@ -119,6 +121,9 @@ class HookState:
         self._collect()
         self.optimizers.begin_pass()
         telemetry, optimizers = self.telemetry, self.optimizers
+        shares = self.config.saving is not None and self.world > 1 and len(self.last_buckets) > 1 and not self.voting
+        if shares:
+            self._share_out()
         self.current = Pass(
             self.steps,
             self._epoch(),
@@ -128,7 +133,20 @@ class HookState:
             Measure(telemetry.measure, telemetry.measure and telemetry.measure_layers),
             telemetry.timing,
             waits,
+            weighs=shares and self.shares.measures,
         )
+
+    def _share_out(self) -> None:
+        """Divides the bytes of a step among its buckets anew if it is time."""
+        plans = [*map(self.buckets.plan_of, self.last_buckets)]
+        weights = self.shares.decide([plan.numel - plan.uncompressed_numel for plan in plans])
+        if weights is not None:
+            self.buckets.share(self.last_buckets, weights)
+            messages.LOGGER.debug("energies of an entry of each bucket, over that of all: %s", weights)
+
+    def from_shards(self, mine: list[float]) -> list[list[float]]:
+        """Gathers values from all ranks that exchange shards of these gradients; an adapter of shards overrides it."""
+        return [mine]
 
     def exchange(self, bucket: Bucket, gradient: Tensor, name: str, used: Tensor | None = None) -> Future:
         """Queues the exchange of a bucket's gradient in this pass.
@@ -161,6 +179,8 @@ class HookState:
         self.telemetry.end_pass(now)
         same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in self.last_buckets]
         self._unchanged = self._unchanged + 1 if same else 0
+        if not same:
+            self.shares.reset()
         self.optimizers.watch.end_pass()
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if not (same and self.buckets.together) and (changed := self.buckets.plan_together(buckets)):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_topk.runtime.applied import Clipping
 from lightning_topk.runtime.passes import Mark, Pass, Record, seconds
+from lightning_topk.runtime.shares import Shares
 from lightning_topk.volume import Volume
 
 
@@ -82,8 +83,8 @@ class Report:
 class Telemetry:
     """Bytes, times and compression errors of one rank's exchanges."""
 
-    def __init__(self, shards_per_node: int, clipping: Clipping) -> None:
-        self._shards_per_node, self._clipping = shards_per_node, clipping
+    def __init__(self, shards_per_node: int, clipping: Clipping, shares: Shares) -> None:
+        self._shards_per_node, self._clipping, self._shares = shards_per_node, clipping, shares
         self.measure = self.measure_layers = self.timing = False
         """Whether exchanges measure their compression error, the error of each parameter, and their time."""
         self._lock = threading.Lock()
@@ -116,6 +117,7 @@ class Telemetry:
             report.measured += records
         if ended.timed:
             report.timed.append((records, None if ended.waits else ended.ready))
+        self._shares.fold(records)
         norms = [record.outcome.norms for record in records if record.outcome.norms is not None]
         if norms:  # then all have them
             self._clipping.fold([record.bucket for record in records], norms)

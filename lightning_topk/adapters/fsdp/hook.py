@@ -38,7 +38,7 @@ from lightning_topk.adapters.fsdp.param_groups import ParamGroup, param_groups_o
 from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.applied import Clipping
-from lightning_topk.runtime.groups import check_agreement, on_device, on_failure
+from lightning_topk.runtime.groups import check_agreement, gathered, on_device, on_failure
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.passes import mark
 from lightning_topk.runtime.state import HookState
@@ -177,6 +177,10 @@ class ShardState(HookState):
     @override
     def clipping(self) -> Clipping:
         return Clipping(self.shards_per_node, self._sum_over_shards)
+
+    @override
+    def from_shards(self, mine: list[float]) -> list[list[float]]:
+        return gathered(mine, self.device, self._shards)
 
     def _sum_over_shards(self, x: Tensor) -> Tensor:
         """Adds up a tensor over the ranks that hold the other shards of this replica. A collective."""

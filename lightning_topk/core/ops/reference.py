@@ -79,6 +79,20 @@ def join_parts(rows: Tensor, parts: NodeShards, out: Tensor) -> None:
     torch.cat([row[: max(0, size - begin)] for size, begin, row in ends], out=out)
 
 
+ENERGY_STEPS = 32767
+"""Steps into which :func:`energy` divides the largest magnitude."""
+
+
+def energy(g: Tensor) -> Tensor:
+    """The sum of squares of ``g`` ``[numel]``, scalar float64, to about 2^-15 of the largest magnitude.
+
+    Integers are added up, so every device gets the same bits. Not finite if ``g`` is not.
+    """
+    top = g.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
+    steps = (g.float() * (ENERGY_STEPS / top)).nan_to_num(0.0).round_().to(torch.int32)
+    return steps.square_().sum(dtype=torch.int64).double() * (top.double() / ENERGY_STEPS).square()
+
+
 def is_finite(x: Tensor) -> Tensor:
     """Whether every element of ``x``, of any nonempty shape, is finite: a scalar bool."""
     if x.device.type != "cpu":  # two launches, of which one reads x
