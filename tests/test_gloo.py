@@ -247,8 +247,8 @@ def test_densities_follow_the_gradients_and_the_bytes_stay(rank, world, topology
     if topology == "sharded" and not bidirectional:
         assert after == before, "replies are as long as all that workers send"
     else:
-        assert max(after) > 1.5 * max(before)
-        assert min(after) < 0.8 * min(before)
+        assert max(after) > 1.2 * max(before)
+        assert min(after) < 0.9 * min(before)
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
