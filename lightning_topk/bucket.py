@@ -310,13 +310,10 @@ class Buckets:
         self.together = True
         return changed
 
-    def share(self, buckets: Sequence[Bucket], weights: Sequence[float]) -> int:
-        """Plans all buckets of a step with bytes in proportion to ``weights``, see :func:`share_out`.
-
-        Returns the number of plans that have changed.
-        """
-        self._weights = dict(zip(buckets, weights, strict=True))
-        return self.plan_together(buckets)
+    def share(self, weights: Mapping[Bucket, float]) -> None:
+        """Plans all buckets of a step with bytes in proportion to their weights, see :func:`share_out`."""
+        self._weights = weights
+        self.plan_together([*weights])
 
     def planned(self, buckets: Sequence[Bucket]) -> list[BucketPlan]:
         """Plans of buckets that are exchanged in the same step."""

@@ -15,11 +15,12 @@ every processor rounds alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_topk.bucket import Bucket
 from lightning_topk.runtime.passes import Record
 
 FIRST, LAST = 8, 1024
@@ -38,41 +39,45 @@ class Shares:
 
     def __init__(self, gather: Gather = lambda mine: [mine]) -> None:
         self._gather = gather
-        self.reset()
+        self._reset()
 
-    def reset(self) -> None:
-        """Begins again, with other buckets."""
+    def _reset(self) -> None:
         self._passes, self._next = 0, FIRST
-        self._energies: list[Tensor] = []  # of each measured pass, [buckets] float64
+        self._measured: list[tuple[Sequence[Bucket], Tensor]] = []  # of each pass, buckets and energies [buckets]
 
     @property
     def measures(self) -> bool:
         """Whether the next pass should be measured."""
         return self._next - self._passes <= WINDOW
 
+    def end_pass(self, same: bool) -> None:
+        """Counts a pass, and begins again if its buckets are not the ``same`` as those of the pass before."""
+        if not same:
+            self._reset()
+        self._passes += 1
+
     def fold(self, records: Sequence[Record]) -> None:
         """Takes the records of a pass."""
-        self._passes += 1
         energies = [record.energy for record in records if record.energy is not None]
         if energies and len(energies) == len(records):
-            self._energies.append(torch.stack(energies))
+            self._measured.append(([record.bucket for record in records], torch.stack(energies)))
 
-    def decide(self, numels: Sequence[int]) -> list[float] | None:
+    def decide(self, numels: Mapping[Bucket, int]) -> dict[Bucket, float] | None:
         """The weight of each bucket's bytes, for buckets of ``numels`` compressed elements; None if it is not time.
 
         The same on every rank. Waits for the device when it is time.
         """
         if self._passes < self._next:
             return None
-        measured = [row for row in map(Tensor.tolist, self._energies) if all(map(math.isfinite, row))]
-        self._next, self._energies = self._next + min(self._next, LAST), []
-        if not measured:
+        rows = [dict(zip(buckets, energies.tolist(), strict=True)) for buckets, energies in self._measured]
+        rows = [row for row in rows if all(map(math.isfinite, row.values()))]
+        self._next, self._measured = self._next + min(self._next, LAST), []
+        shards = self._gather([math.fsum(row.get(bucket, 0.0) for row in rows) for bucket in numels])  # some are empty
+        energies = [*map(math.fsum, zip(*shards, strict=True))]
+        total, count = math.fsum(energies), sum(numels.values())
+        if not total or not count:
             return None
-        rows = self._gather([math.fsum(column) for column in zip(*measured, strict=True)])
-        energies = [math.fsum(column) for column in zip(*rows, strict=True)]
-        mean = math.fsum(energies) / sum(numels)
-        if not mean:
-            return None
-        ratios = [energy / numel / mean if numel else 1.0 for energy, numel in zip(energies, numels, strict=True)]
-        roots = [*map(math.sqrt, ratios)]
-        return [min(MOST, max(LEAST, root * math.sqrt(math.sqrt(root)))) for root in roots]
+        pairs = zip(energies, numels.values(), strict=True)
+        roots = [math.sqrt(energy / numel * (count / total)) if numel else 1.0 for energy, numel in pairs]
+        weights = [min(MOST, max(LEAST, root * math.sqrt(math.sqrt(root)))) for root in roots]
+        return dict(zip(numels, weights, strict=True))

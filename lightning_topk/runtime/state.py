@@ -138,11 +138,11 @@ class HookState:
 
     def _share_out(self) -> None:
         """Divides the bytes of a step among its buckets anew if it is time."""
-        plans = [*map(self.buckets.plan_of, self.last_buckets)]
-        weights = self.shares.decide([plan.numel - plan.uncompressed_numel for plan in plans])
+        plans = {bucket: self.buckets.plan_of(bucket) for bucket in self.last_buckets}
+        weights = self.shares.decide({key: plan.numel - plan.uncompressed_numel for key, plan in plans.items()})
         if weights is not None:
-            self.buckets.share(self.last_buckets, weights)
-            messages.LOGGER.debug("energies of an entry of each bucket, over that of all: %s", weights)
+            self.buckets.share(weights)
+            messages.LOGGER.debug("the buckets' shares of the bytes, over their mean: %s", [*weights.values()])
 
     def from_shards(self, mine: list[float]) -> list[list[float]]:
         """Gathers values from all ranks that exchange shards of these gradients; an adapter of shards overrides it."""
@@ -179,8 +179,7 @@ class HookState:
         self.telemetry.end_pass(now)
         same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in self.last_buckets]
         self._unchanged = self._unchanged + 1 if same else 0
-        if not same:
-            self.shares.reset()
+        self.shares.end_pass(same)
         self.optimizers.watch.end_pass()
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if not (same and self.buckets.together) and (changed := self.buckets.plan_together(buckets)):
