@@ -152,6 +152,7 @@ def backward(
 PLAYED = [
     ("sharded", Case(kernels=True), {}),
     ("sharded", Case(kernels=True), {"momentum": 0.9}),
+    ("sharded", Case(hooks=True, kernels=True), {"ratio": None, "saving": 50}),  # weighs its buckets
     ("sharded", Case(scaler=True, resumed=True, kernels=True), {}),
     ("sharded", Case(votes=True, hooks=True), {}),
     ("sharded", Case(measured=True), {}),
