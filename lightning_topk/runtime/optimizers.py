@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import TopKConfig
@@ -66,7 +67,7 @@ def unwrapped(optimizer: Any) -> Any:
         optimizer = inner
 
 
-class Optimizers:
+class Optimizers(Watch):
     """The user's optimizers, which may be created later or replaced: their momentum, and the loss scale.
 
     ``now`` returns them, or is None if the user passed none; ``held_by_optimizers`` returns the parameters that
@@ -84,10 +85,9 @@ class Optimizers:
         say: WarnOnce,
         clipping: Clipping,
     ) -> None:
-        self._getter, self._config, self._buckets, self._held_by_optimizers = now, config, buckets, held_by_optimizers
-        self._say, self._telemetry = say, telemetry
+        self._getter, self._buckets, self._held_by_optimizers = now, buckets, held_by_optimizers
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.watch = Watch(config, say, telemetry, now is not None, self._scaler is not None, self._after_step)
+        super().__init__(config, say, telemetry, now is not None, self._scaler is not None)
         self._clipping = clipping if now is not None and config.compresses and config.error_feedback else None
         self.rates: Rates | None = None
         """The learning rates of this pass; None if no optimizer is known."""
@@ -137,11 +137,11 @@ class Optimizers:
         if exist:
             self.sync()
 
+    @override
     def begin_pass(self) -> None:
-        """Begins a backward pass that is exchanged."""
         optimizers = self.sync()
-        self.watch.begin_pass()
-        self.adapted = self.watch.compressed
+        super().begin_pass()
+        self.adapted = self.compressed
         if self.rates is not None:
             now = tuple(rate_of(group) for each in optimizers for group in each.param_groups)
             if len(now) != len(self.rates.now):
@@ -160,7 +160,8 @@ class Optimizers:
         """The user's clipping, see :class:`lightning_topk.core.guards.Applied`; None if no optimizer is known."""
         return None if self._clipping is None else self._clipping.of(bucket, device)
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    @override
+    def stepped(self, optimizer: Optimizer) -> None:
         """Notes the rates of a step, and how its gradients were clipped."""
         first = self._first_group.get(id(optimizer))
         if self.rates is not None and first is not None:
@@ -199,9 +200,9 @@ class Optimizers:
         """
         now, compressed = self._now(), frozenset(self._held_by_optimizers(self._buckets.compressed))
         check_optimizers(self._config, now)  # also known ones: checkpoints and schedulers set momentum
-        self.watch.compressed = compressed
+        self.compressed = compressed
         count = sum(len(all_parameters(each)) for each in now)
-        if [*map(id, now)] == [id(each.optimizer()) for each in self.watch.watched] and count == self._count:
+        if [*map(id, now)] == [id(each.optimizer()) for each in self.watched] and count == self._count:
             return now
         AdaptedMomentum.release(self)
         if self._config.adapts_momentum:
@@ -209,17 +210,18 @@ class Optimizers:
             notes, warnings = adapt_momentum(ours, self)
             self._say.note(*notes)
             self._say(*warnings)
-        self.watch.start(now)
+        self.watch(now)
         self._count, self.renewed = count, True
         self._find_groups(now)
         if now and self._config.compresses:
             self._warn_of_idle(self.updated(), compressed)
         return now
 
+    @override
     def close(self) -> None:
         """Stops adapting and watching the optimizers."""
         AdaptedMomentum.release(self)
-        self.watch.close()
+        super().close()
 
     def _warn_of_idle(self, updated: set[Tensor], compressed: Collection[Tensor]) -> None:
         """Names trained parameters that no optimizer updates, or only as copies."""

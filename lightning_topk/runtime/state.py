@@ -180,7 +180,7 @@ class HookState:
         same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in self.last_buckets]
         self._unchanged = self._unchanged + 1 if same else 0
         self.shares.end_pass(same)
-        self.optimizers.watch.end_pass()
+        self.optimizers.end_pass()
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if not (same and self.buckets.together) and (changed := self.buckets.plan_together(buckets)):
             messages.LOGGER.debug("the density of %d of %d buckets has changed", changed, len(buckets))

@@ -20,7 +20,7 @@ The gradient of one parameter of each optimizer (:class:`_Watched`) shows the la
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 from weakref import ref
 
@@ -37,21 +37,13 @@ from lightning_topk.runtime.telemetry import Telemetry
 
 
 class Watch:
-    """Watches the steps of the user's optimizers: whether the user passed any, and a GradScaler (``scaled``).
+    """Watches the steps of the user's optimizers. ``passed`` says whether the user passed any, ``scaled`` a GradScaler.
 
-    Calls ``stepped`` after the step of an optimizer that it watches.
+    Calls :meth:`stepped` after the step of an optimizer that it watches.
     """
 
-    def __init__(
-        self,
-        config: TopKConfig,
-        say: WarnOnce,
-        telemetry: Telemetry,
-        passed: bool,
-        scaled: bool,
-        stepped: Callable[[Optimizer], None],
-    ) -> None:
-        self._config, self._say, self._telemetry, self._scaled, self._stepped = config, say, telemetry, scaled, stepped
+    def __init__(self, config: TopKConfig, say: WarnOnce, telemetry: Telemetry, passed: bool, scaled: bool) -> None:
+        self._config, self._say, self._telemetry, self._scaled = config, say, telemetry, scaled
         self.compressed: Collection[Tensor] = ()
         """Parameters that may be compressed."""
         self.exchanged = False
@@ -70,23 +62,25 @@ class Watch:
 
         self._hook = register_optimizer_step_post_hook(hook)
 
-    def start(self, optimizers: Sequence[Optimizer]) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Called after the step of an optimizer that is watched."""
+
+    def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Watches optimizers, in place of those before."""
-        self.stop()
+        self._unwatch()
         self._sees_all = all(hasattr(each, "_optimizer_step_post_hooks") for each in optimizers)
         checks = self._config.compresses and not self._scaled  # a GradScaler may skip the step of a gradient
         for each in optimizers:
             learning = (p for p in all_parameters(each) if checks and p.requires_grad and p in self.compressed)
             self.watched.append(_Watched(each, next(learning, None), self))
 
-    def stop(self) -> None:
-        """Watches no parameters any more."""
+    def _unwatch(self) -> None:
         while self.watched:
             self.watched.pop().stop()
 
     def close(self) -> None:
         """Removes all hooks."""
-        self.stop()
+        self._unwatch()
         self._hook.remove()
 
     # -------------------------------------------------------------------------------- events
@@ -108,7 +102,7 @@ class Watch:
             if known.state == "computed" and self.exchanged:
                 self.warn_of_drift(optimizer)
             known.steps, known.state = known.steps + 1, "nothing"
-            self._stepped(optimizer)
+            self.stepped(optimizer)
             if known.steps == 1:
                 self.check_scaler()
         if self.exchanged:
