@@ -88,9 +88,12 @@ def energy(g: Tensor) -> Tensor:
 
     Integers are added up, so every device gets the same bits. Not finite if ``g`` is not.
     """
-    top = g.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
-    steps = (g.float() * (ENERGY_STEPS / top)).nan_to_num(0.0).round_().to(torch.int32)
-    return steps.square_().sum(dtype=torch.int64).double() * (top.double() / ENERGY_STEPS).square()
+    largest = torch.linalg.vector_norm(g, math.inf).float().clamp(min=torch.finfo(torch.float32).tiny)
+    factor, total = ENERGY_STEPS / largest, torch.zeros((), dtype=torch.int64, device=g.device)
+    for piece in g.split(1 << 24):  # not a copy of the whole bucket
+        steps = (piece.float() * factor).nan_to_num_(0.0).round_().to(torch.int32)
+        total += steps.square_().sum(dtype=torch.int64)
+    return total.double() * (largest.double() / ENERGY_STEPS).square()
 
 
 def is_finite(x: Tensor) -> Tensor:
