@@ -2,7 +2,7 @@
 """Writes the tables of the README and of other pages that come from the runs in examples/reproduced.
 
 A table stands under a comment that names it: ``<!-- table: results -->``. ``--pictures`` also draws saving-curves.svg,
-at-size.svg, monitor.svg and race.svg, by matplotlib.
+at-size.svg, lag.svg, monitor.svg and race.svg, by matplotlib.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from lab.bench import race, wire
 from lab.data import LENGTH, LONG
 from lab.models import LARGE, TEXT
-from lab.papers import at_size, fine_tuning, saving_curves
+from lab.papers import at_size, fine_tuning, lag, saving_curves
 from lab.report import Panel, draw, in_words, standard_error
 from lab.training import Runs
 from lightning_topk import plan
@@ -389,6 +389,11 @@ def main() -> None:
         setups = [each if at_size.ends(found, each, "saving 50") else each._replace(steps=3000) for each in setups]
         draw(at_size.panels(found, setups), RUNS / "at-size.svg")
         draw([at_size.gap_over_steps(found, "gpt")], RUNS / "batch.svg")
+        found, lags = Runs(RUNS / "lag.jsonl"), []
+        for batch, rate in ((4, 0.01), (32, 0.017)):
+            lags.append(lag.empty_panel("gpt", batch))
+            lag.table(found, "gpt", batch, rate, (500, 1000, 2000), (10, 25, 50, 100, 200), lags[-1])
+        draw(lags, RUNS / "lag.svg")
         values = (
             ("error", "topk/uplink_error"),
             ("residual norm", "topk/worker_residual_norm"),

@@ -53,13 +53,19 @@ def run(
         "interpolated over log M.",
     )
     for model in models:
-        panel = Panel(f"{model}, {batch} examples a worker", "entries for each that is sent", ylabel="lag, steps")
-        panel.xlog, panel.level = True, 0.0
+        panel = empty_panel(model, batch)
         for rate in map(float, rates):
             rows = table(found, model, batch, rate, lengths, savings, panel)
             result.tables[f"{model}, {batch} examples a worker, rate {rate:g}: lag in steps"] = rows
         result.panels.append(panel)
     return result
+
+
+def empty_panel(model: str, batch: int) -> Panel:
+    """A panel without curves."""
+    panel = Panel(f"{model}, {batch} examples a worker", "entries for each that is sent", ylabel="lag, part of the run")
+    panel.xlog, panel.level = True, 0.0
+    return panel
 
 
 def table(
@@ -80,7 +86,7 @@ def table(
             ]
             row[f"{steps:,} steps"] = in_words(lags, "+.0f")
             if lags:
-                points.append((1 / density[saving], fmean(lags), standard_error(lags)))
+                points.append((1 / density[saving], fmean(lags) / steps, standard_error(lags) / steps))
         if points:
             x, y, errors = zip(*points, strict=True)
             label = f"{steps:,} steps, rate {rate:g}"
