@@ -185,7 +185,7 @@ def share_out(plans: Sequence[BucketPlan], weights: Sequence[float]) -> list[Buc
     left = sum(sizes.values())
     shared.sort(key=lambda number: -weights[number])  # what a bucket cannot use goes to the others
     for place, number in enumerate(shared):
-        rest = sum(weights[each] * sizes[each] for each in shared[place:])
+        rest = math.fsum(weights[each] * sizes[each] for each in shared[place:])  # the same bits in any Python
         plan = _filling(plans[number], int(left * weights[number] * sizes[number] / rest))
         left -= plan.codecs().uplink.nbytes
         found[number] = plan

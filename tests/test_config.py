@@ -5,6 +5,7 @@ import itertools
 import pickle
 import re
 from typing import get_args
+from unittest import mock
 
 import laws
 import numpy as np
@@ -24,6 +25,7 @@ from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.runtime.messages import saving_warnings, startup_warnings
+from lightning_topk.runtime.shares import FIRST, LEAST, Shares
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import Volume, volume
@@ -222,6 +224,29 @@ def test_shares_move_the_bytes_of_a_step_between_its_buckets(topology, settings,
         nbytes = [[plan.codecs().uplink.nbytes for plan in plans] for plans in (before, after)]
         grown = [new / old for old, new in zip(*nbytes, strict=True)]
         assert grown[0] / grown[1] == pytest.approx(weights[0] / weights[1], rel=0.1)
+
+
+def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets():
+    """The energy of an entry counts, to the power 5/8; a pass that is not finite does not."""
+    shares, buckets = Shares(), [(torch.ones(1),) for _ in range(3)]
+    numels = dict(zip(buckets, (100, 100, 50), strict=True))
+
+    def decided(energies: list[float], passes: int = FIRST) -> list[float] | None:
+        for number in range(passes):
+            assert not shares.due
+            shares.end_pass(same=number > 0)
+            if shares.measures:
+                values = [torch.inf] * 3 if number == 3 else energies
+                shares.fold([mock.Mock(bucket=b, energy=torch.tensor(e)) for b, e in zip(buckets, values, strict=True)])
+        assert shares.due
+        weights = shares.decide(numels)
+        return None if weights is None else [*weights.values()]
+
+    large, small, other = decided([1600.0, 100.0, 50.0])
+    assert (large / small, small / other) == pytest.approx((16**0.625, 1.0))
+    large, small, _ = decided([1e9, 1.0, 1.0])
+    assert (large, small) == (pytest.approx(2.5**0.625), LEAST)
+    assert decided([0.0] * 3) is None
 
 
 def test_buckets_that_send_everything_or_nothing_less_keep_their_plans():

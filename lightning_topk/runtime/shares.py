@@ -62,13 +62,16 @@ class Shares:
         if energies and len(energies) == len(records):
             self._measured.append(([record.bucket for record in records], torch.stack(energies)))
 
-    def decide(self, numels: Mapping[Bucket, int]) -> dict[Bucket, float] | None:
-        """The weight of each bucket's bytes, for buckets of ``numels`` compressed elements; None if it is not time.
+    @property
+    def due(self) -> bool:
+        """Whether it is time to decide."""
+        return self._passes >= self._next
 
-        The same on every rank. Waits for the device when it is time.
+    def decide(self, numels: Mapping[Bucket, int]) -> dict[Bucket, float] | None:
+        """The weight of each bucket's bytes, for buckets of ``numels`` compressed elements; None without any energy.
+
+        The same on every rank. Waits for the device.
         """
-        if self._passes < self._next:
-            return None
         rows = [dict(zip(buckets, energies.tolist(), strict=True)) for buckets, energies in self._measured]
         rows = [row for row in rows if all(map(math.isfinite, row.values()))]
         self._next, self._measured = self._next + min(self._next, LAST), []

@@ -122,7 +122,7 @@ class HookState:
         self.optimizers.begin_pass()
         telemetry, optimizers = self.telemetry, self.optimizers
         shares = self.config.saving is not None and self.world > 1 and len(self.last_buckets) > 1 and not self.voting
-        if shares:
+        if shares and self.shares.due:
             self._share_out()
         self.current = Pass(
             self.steps,
@@ -137,7 +137,7 @@ class HookState:
         )
 
     def _share_out(self) -> None:
-        """Divides the bytes of a step among its buckets anew if it is time."""
+        """Divides the bytes of a step among its buckets anew."""
         plans = {bucket: self.buckets.plan_of(bucket) for bucket in self.last_buckets}
         weights = self.shares.decide({key: plan.numel - plan.uncompressed_numel for key, plan in plans.items()})
         if weights is not None:
