@@ -123,7 +123,7 @@ def test_one_pass_selects_like_the_reference(name, shape):
     assert torch.equal(sent, total.masked_fill(sent == 0, 0))
     assert torch.equal(e, total - sent)
     assert not x.any()
-    room = cuda._sampled(layout, k)[2]
+    room = cuda.sampled(layout, k)[2]
     reach = reference.shard_rows(total, layout).abs() >= FLOAT.tiny
     if (reach.sum(1) > room).any() and name in ("ties", "equal", "overflowing"):
         assert (value != 0).all()  # the first ones that have room

@@ -100,7 +100,8 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
         scaler = Scaler() if case.scaler else None
     state = ddp.TopKState(config, CUDA, optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL)
     state.buckets.learn_names({p: f"p{number}" for number, p in enumerate(parameters)})
-    state._together = case.together
+    if case.together:
+        state.exchange_together(mock.Mock(bucket_bytes_cap=1 << 30, bucket_bytes_cap_default=True), parameters)
     if case.votes:
         state.watch_use([])
     state.telemetry.measure = state.telemetry.measure_layers = case.measured

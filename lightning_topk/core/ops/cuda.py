@@ -115,7 +115,7 @@ def send(
     if x.dtype not in FLOATS or form.low > LOW or not form.bits:
         return None
     numel, shards, k, width = layout.numel, layout.shards, form.k, form.nbytes // 4
-    stride, rank, capacity = _sampled(layout, k)
+    stride, rank, capacity = sampled(layout, k)
     turns = _ceil(numel, BLOCK * shards)
     blocks, tiles = _ceil(turns * shards, TILE // BLOCK), _ceil(capacity, SIEVE)
     sample, begin = numel // stride, form.value_bytes - (-k * form.low // 8)  # of the high bitmap
@@ -175,7 +175,7 @@ def _ceil(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def _sampled(layout: Layout, k: int) -> tuple[int, int, int]:
+def sampled(layout: Layout, k: int) -> tuple[int, int, int]:
     """See :func:`.reference.sample_of`, and how many candidates to keep per shard: twice as many as expected."""
     stride, rank = sample_of(layout, k, SAMPLE)  # beyond the sample, all entries reach the threshold
     return stride, rank, min(layout.shard_size, max(k, 2 * rank * stride // layout.shards) + 64)
