@@ -275,12 +275,14 @@ def test_an_energy_has_the_same_bits_in_any_order(dtype, scale):
     found = reference.energy(x)
     assert all(reference.energy(x[torch.randperm(len(x))]) == found for _ in range(5))
     torch.testing.assert_close(found, x.double().square().sum(), rtol=1e-3, atol=1e-40)
-
-
-def test_the_energy_of_zeros_is_zero_and_of_a_vector_that_is_not_finite_neither():
     assert reference.energy(torch.zeros(5)) == 0
-    for bad in (torch.nan, torch.inf):
-        assert not reference.energy(torch.tensor([1.0, bad])).isfinite()
+
+
+def test_the_energy_of_a_large_sparse_matrix_is_estimated_from_a_part_of_it():
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, 768, generator=random) * (torch.rand(4096, 768, generator=random) < 0.06)
+    x *= torch.arange(768)  # some columns are larger
+    torch.testing.assert_close(reference.energy(x.view(-1)), x.double().square().sum(), rtol=0.1, atol=0)
 
 
 def test_the_fast_version_is_found_whatever_the_default_dtype_is(monkeypatch):

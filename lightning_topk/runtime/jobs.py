@@ -101,7 +101,9 @@ class Job:
             exchange.close()  # of one that failed, at once: what was not delivered returns to the residuals
         k = codecs.uplink.k * plan.layout.shards + plan.uncompressed_numel // plan.parts.count
         ended = mark(g.device) if now.timed else None
-        energy = reference.energy(plan.compressed_part(g)) if now.weighs else None
+        energy = None
+        if now.weighs:
+            energy = torch.where(outcome.finite, reference.energy(plan.compressed_part(g)), torch.nan)
         now.records[self.place] = Record(
             self.bucket, plan, outcome, sent + plan.dense_volume, min(k, plan.layout.numel), begun, ended, energy
         )

@@ -48,7 +48,7 @@ class Record(NamedTuple):
     k: int  # entries that fit into this worker's payloads
     begun: Mark | None  # None if it was not timed
     ended: Mark | None
-    energy: Tensor | None = None  # of what was delivered of its compressed parameters, scalar float64; if it is weighed
+    energy: Tensor | None = None  # delivered to compressed parameters, scalar float64; if it is weighed
 
 
 @dataclass(eq=False)
