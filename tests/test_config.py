@@ -247,6 +247,8 @@ def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets
     large, small, _ = decided([1e9, 1.0, 1.0])
     assert (large, small) == (pytest.approx(2.5**0.625), LEAST)
     assert decided([0.0] * 3) is None
+    numels[buckets[0]] = 0  # not compressed: its energy does not count
+    assert decided([1e9, 100.0, 50.0]) == pytest.approx([1.0, 1.0, 1.0])
 
 
 def test_buckets_that_send_everything_or_nothing_less_keep_their_plans():

@@ -77,10 +77,10 @@ class Shares:
         self._next, self._measured = self._next + min(self._next, LAST), []
         shards = self._gather([math.fsum(row.get(bucket, 0.0) for row in rows) for bucket in numels])  # some are empty
         energies = [*map(math.fsum, zip(*shards, strict=True))]
-        total, count = math.fsum(energies), sum(numels.values())
+        pairs = [*zip(energies, numels.values(), strict=True)]
+        total, count = math.fsum(energy for energy, numel in pairs if numel), sum(numels.values())
         if not total or not count:
             return None
-        pairs = zip(energies, numels.values(), strict=True)
         roots = [math.sqrt(energy / numel * (count / total)) if numel else 1.0 for energy, numel in pairs]
         weights = [min(MOST, max(LEAST, root * math.sqrt(math.sqrt(root)))) for root in roots]
         return dict(zip(numels, weights, strict=True))

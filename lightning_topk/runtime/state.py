@@ -139,7 +139,10 @@ class HookState:
     def _share_out(self) -> None:
         """Divides the bytes of a step among its buckets anew."""
         plans = {bucket: self.buckets.plan_of(bucket) for bucket in self.last_buckets}
-        weights = self.shares.decide({key: plan.numel - plan.uncompressed_numel for key, plan in plans.items()})
+        compressed = {
+            key: plan.numel - plan.uncompressed_numel if plan.topology.compresses else 0 for key, plan in plans.items()
+        }
+        weights = self.shares.decide(compressed)
         if weights is not None:
             self.buckets.share(weights)
             messages.LOGGER.debug("the buckets' shares of the bytes, over their mean: %s", [*weights.values()])
