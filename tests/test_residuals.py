@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.guards import exchange
+from lightning_topk.runtime.applied import Rates
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.simulate import Cluster
 
@@ -149,3 +150,15 @@ def test_shares_come_in_the_same_order_on_all_ranks():
         shares = residuals.shares("residual", parameters, 2, torch.device("cpu"))
         orders.append([[*map(id, bucket)] for bucket, *_ in shares])
     assert orders[0] == orders[1]
+
+
+def test_the_energies_of_the_parameters_add_up_to_that_of_the_worker_while_the_rate_changes():
+    parameters, residuals = [nn.Parameter(torch.zeros(numel)) for numel in NUMELS], Residuals()
+    bucket, group_of = tuple(parameters), dict.fromkeys(parameters, 0)
+    plan = plan_bucket(TopKConfig(ratio=0.1), NUMELS, 2)
+    for now, last in ((0.1, 0.0), (0.1, 0.1), (0.05, 0.1)):
+        rates = Rates(group_of, ("SGD",), (now,), (last,))
+        residuals.endpoint(bucket, plan, rates).uplink.memory.residual.fill_(1.0)
+        rate = residuals.rate(bucket, rates)
+    assert rate == 0.5
+    torch.testing.assert_close(sum(residuals.worker_energies().values()), residuals.worker_energy())

@@ -313,8 +313,9 @@ class Residuals:
     def worker_energies(self) -> dict[Tensor, Tensor]:
         """The sum of squares of this rank's residual of each parameter, a scalar float64 on the CPU."""
         known = {p: (kept.parts["residual"], kept.count) for p, kept in self._kept.items() if "residual" in kept.parts}
+        over = {p: rate for bucket, rate in self._rates.items() for p in bucket}
         return {
-            p: count * torch.linalg.vector_norm(part, dtype=torch.float64).square().cpu()
+            p: count / over.get(p, 1.0) ** 2 * torch.linalg.vector_norm(part, dtype=torch.float64).square().cpu()
             for p, (part, count) in known.items()
         }
 
