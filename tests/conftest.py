@@ -64,7 +64,7 @@ def _tests_draw_the_same_numbers_every_time():
     for version in ("cpu", "cuda"):
         module = sys.modules.get(f"lightning_topk.core.ops.{version}")
         if module is not None:
-            module._salts.seed(0)
+            module.salts.seed(0)
 
 
 @pytest.fixture(scope="session")

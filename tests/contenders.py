@@ -26,6 +26,11 @@ class Tiny(nn.Sequential):
         return {"all": y, "some": (y[:, :3], None)}
 
 
+def never(name: str) -> None:
+    """Makes no contender."""
+    threading.Event().wait()
+
+
 def raises() -> None:
     raise KeyError("this hook is broken\nin a second line")
 

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -111,54 +110,43 @@ def local_gradient(alone: nn.Module, net: nn.Module, rank: int, step: int, **use
     return gradient(alone)
 
 
-def held_by(residuals: Residuals) -> dict[Tensor, tuple[Tensor, Tensor]]:
-    """A rank's residual of each exchanged parameter, as a worker and as a server, each ``[numel]``.
+def waiting(residuals: Residuals, parameters: Iterable[Tensor], world: int) -> dict[Tensor, Tensor]:
+    """This rank's share of what waits of each parameter, ``[numel]``: a part of the workers' mean and of the servers'.
 
-    Over all ranks, the mean of the first plus the sum of the second is not yet delivered.
+    The sum over all ranks is not yet delivered. ``parameters`` have whole buckets.
     """
-    served: dict[Tensor, Tensor] = {}
-    for bucket, end in residuals._live.items():
-        flat = torch.zeros(end.plan.parts.numel, dtype=end.dtype, device=end.sizes.device)
-        end.add_served("residual", flat, 1 / residuals._rates.get(bucket, 1.0))
-        served.update(zip(bucket, flat.split(list(end.plan.parts.slices)), strict=True))
-    found = {}
-    over = {p: rate for bucket, rate in residuals._rates.items() for p in bucket}
-    for p, kept in residuals._kept.items():
-        zero = torch.zeros(p.numel(), device=p.device)
-        worker, server = kept.parts.get("residual"), served.get(p)
-        found[p] = (
-            zero if worker is None else kept.spread(worker, p.numel(), residuals.rank, kept.count) / over.get(p, 1.0),
-            zero if server is None else kept.spread(server, p.numel(), residuals.rank),
-        )
+    found, known = {}, [p for p in parameters if p in residuals]
+    for several, _, shares in residuals.shares("residual", known, world, known[0].device) if known else ():
+        found |= zip(several, (each.clone() for each in shares), strict=True)
     return found
 
 
-def held(state: Any, net: nn.Module) -> Tensor:
-    """This rank's residuals as a worker and as a server: ``[2, numel]``."""
-    kept = held_by(state.residuals)
-    sides = [kept.get(p, (torch.zeros(p.numel(), device=p.device),) * 2) for p in net.parameters()]
-    return torch.stack([torch.cat(side) for side in zip(*sides, strict=True)])
+def share(state: Any, net: nn.Module) -> Tensor:
+    """This rank's share of what waits: ``[numel]``."""
+    known = waiting(state.residuals, net.parameters(), state.world)
+    return torch.cat([known.get(p, torch.zeros(p.numel(), device=p.device)) for p in net.parameters()])
 
 
-def undelivered(state: Any, net: nn.Module) -> Tensor:
-    """The mean of the workers' residuals plus the sum of the servers': ``[numel]`` float64."""
-    if not hasattr(state, "full_state_dict"):
-        worker, server = held(state, net)
-        return mean_over_ranks(worker + dist.get_world_size() * server)
-    kept = state.full_state_dict()["parameters"]
-    known = [
-        kept[name]["residual"].double() if name in kept else torch.zeros(p.numel(), dtype=torch.float64)
-        for name, p in net.named_parameters()
-    ]
-    total = torch.cat(known)
+def undelivered(state: Any, net: nn.Module, applied: bool = False) -> Tensor:
+    """The mean of the workers' residuals plus the sum of the servers', as a checkpoint has it: ``[numel]`` float64.
+
+    With ``applied``, times the learning rate at which each counts.
+    """
+    entry = getattr(state, "full_state_dict", state.state_dict)()
+    total = torch.zeros(sum(p.numel() for p in net.parameters()), dtype=torch.float64)
+    parts = total.split([p.numel() for p in net.parameters()])
+    for (name, _), part in zip(net.named_parameters(), parts, strict=True):
+        if name in entry["parameters"]:
+            _, rate = entry["units"][name] if applied else ("", 1.0)
+            part += rate * entry["parameters"][name]["residual"].double()
     dist.broadcast(total, 0)
     return total
 
 
-def mean_over_ranks(x: Tensor) -> Tensor:
-    x = x.double()
-    dist.all_reduce(x)
-    return x.cpu() / dist.get_world_size()
+def mean_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    x = x.double().clone()
+    dist.all_reduce(x, group=group)
+    return x.cpu() / dist.get_world_size(group)
 
 
 def every_rank(x: Tensor) -> Tensor:
@@ -168,60 +156,55 @@ def every_rank(x: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def check_laws(
-    state: Any, net: nn.Module, computed: list[Tensor], received: list[Tensor], *sizes: Any, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """As :func:`laws.check`, by rank, with bytes in ``sizes``; returns what every rank received, and what is left."""
-    means, rows = mean_over_ranks(torch.stack(computed)), every_rank(torch.stack(received))
-    left, (sent, planned) = undelivered(state, net), sizes or ([], [])
-    laws.check(means, rows, left, sent, planned, **options)
-    return rows, left
-
-
-@dataclass
 class Run:
-    """The training of ``net``, wrapped as ``model``, and what was computed and received, times rates: ``[numel]``."""
+    """The training of ``net``, wrapped as ``model``, on a rank: what the laws are about. ``alone`` is a bare copy.
 
-    rank: int
-    alone: nn.Module  # an unwrapped copy
-    net: nn.Module
-    model: nn.Module
-    state: Any
-    optimizer: torch.optim.Optimizer
-    computed: Tensor | float = 0.0
-    received: Tensor | float = 0.0
+    By steps: this rank's own gradients, ``computed``, and those it ``received``, ``[numel]``; and bytes, as they were
+    ``sent`` and as they were ``planned``.
+    """
 
-    def by_entry(self, values: dict[str, float]) -> Tensor:
-        """A parameter's value, for each entry: ``[numel]`` float64."""
-        return torch.cat([torch.full((p.numel(),), values[name]).double() for name, p in self.net.named_parameters()])
+    def __init__(
+        self, rank: int, alone: nn.Module, net: nn.Module, model: nn.Module, state: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:  # fmt: skip
+        self.rank, self.alone, self.net, self.model = rank, alone, net, model
+        self.state, self.optimizer = state, optimizer
+        self.computed: list[Tensor] = []
+        self.received: list[Tensor] = []
+        self.sent: list[dict[str, int]] = []
+        self.planned: list[dict[str, int]] = []
+
+    def backward(self, step: int, **use: bool) -> None:
+        """Computes the gradients of a step."""
+        self.computed.append(local_gradient(self.alone, self.net, self.rank, step, **use))
+        self.net.zero_grad()
+        loss_of(self.model, self.rank, step, **use).backward()
+        self.received.append(gradient(self.net))
+
+    def own(self) -> Tensor:
+        """The mean over the ranks of what the last step computed."""
+        return mean_over_ranks(self.computed[-1])
 
     def rates(self) -> Tensor:
-        """The rate of each entry: ``[numel]``."""
+        """The learning rate of each entry: ``[numel]``."""
         rate_of = {p: group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
-        return self.by_entry({name: rate_of[p] for name, p in self.net.named_parameters()})
-
-    def backward(self, step: int) -> None:
-        self.own = mean_over_ranks(local_gradient(self.alone, self.net, self.rank, step))
-        train(self.model, self.rank, [step])
+        return torch.cat([torch.full((p.numel(),), rate_of[p]) for p in self.net.parameters()])
 
     def step(self) -> None:
-        """Takes the step, and adds up what was computed and received."""
+        """Takes the optimizer's step: what was computed and received counts at its rates."""
         self.optimizer.step()
-        self.computed = self.computed + self.rates() * self.own
-        self.received = self.received + self.rates() * gradient(self.net).double()
+        for several in (self.computed, self.received):
+            several[-1] = self.rates() * several[-1]
 
-    def check(self) -> None:
-        """Fails unless the residuals hold what was computed and not received, in the unit that they have."""
-        units = self.state.residuals.units(self.state.optimizers.rates)
-        rates = {self.state.names[member]: unit.rate for member, unit in units.items()}
-        left = undelivered(self.state, self.net) * self.by_entry(rates)
-        assert left.norm() > 0.1 * self.received.norm(), "something waits"
-        torch.testing.assert_close(self.received + left, self.computed, atol=1e-6, rtol=1e-4)
+    def check(self, applied: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
+        """Fails if a law is broken (:func:`laws.check`); returns what every rank received, and what is left.
 
-
-def users_clipping(state: Any) -> Any:
-    """The norm to which the user's clipping seems to clip, its factor, how sure it is, and slack: no public names."""
-    return state.optimizers._clipping._limit
+        ``applied`` if the optimizer took the steps.
+        """
+        means, rows = mean_over_ranks(torch.stack(self.computed)), every_rank(torch.stack(self.received))
+        left = undelivered(self.state, self.net, applied)
+        laws.check(means, rows, left, self.sent, self.planned, **options)
+        return rows, left
 
 
 def alike(x: Tensor) -> bool:
@@ -264,6 +247,11 @@ class Counted(ExitStack):
         for name in (*self.COSTS, *self.NEWER):
             if hasattr(dist, name):
                 self.enter_context(mock.patch.object(dist, name, self._count(name, getattr(dist, name))))
+
+    def clear(self) -> None:
+        """Starts counting anew."""
+        self.bytes.clear()
+        self.to.clear()
 
     def _count(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:

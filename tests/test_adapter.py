@@ -8,7 +8,7 @@ import pytest
 import ranks
 import torch
 from groups import on_ranks
-from ranks import gradient
+from ranks import Run, gradient
 
 from lightning_topk import TopKConfig
 from lightning_topk.runtime import state as runtime_state
@@ -34,28 +34,26 @@ def exchange_gradients(state, buckets):
 @pytest.mark.parametrize("settings", [{"ratio": 0.05}, {"saving": 8}], ids=str)
 @on_ranks(2)
 def test_an_adapter_of_three_calls_keeps_the_laws(rank, world, settings):
-    net, alone = ranks.four_layers(), ranks.four_layers()
+    net = ranks.four_layers()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     buckets = [tuple(net[n].parameters()) for n in reversed(range(len(net)))]
     config = TopKConfig(**settings)
     state = HookState(config, torch.device("cpu"))
     state.buckets.learn_names({parameter: name for name, parameter in net.named_parameters()})
-    computed, received, sent, planned = [], [], [], []
+    run = Run(rank, ranks.four_layers(), net, net, state)
     with ranks.Counted() as counted, mock.patch.object(runtime_state, "Pass", wraps=runtime_state.Pass) as begun:
         for step in range(PASSES):
-            computed.append(ranks.local_gradient(alone, net, rank, step))
-            optimizer.zero_grad()
-            ranks.loss_of(net, rank, step).backward()
-            counted.bytes.clear()
+            counted.clear()
+            run.backward(step)
             exchange_gradients(state, buckets)
-            received.append(gradient(net))
+            run.received[-1] = gradient(net)
             optimizer.step()
             reported, sizes = state.report().bytes, [[p.numel() for p in bucket] for bucket in buckets]
             plan = volume(config, sizes, world, rank, settled=step > 0)
-            sent.append({"counted": sum(counted.bytes.values()), "reported": reported.sent})
-            planned.append(dict.fromkeys(sent[-1], plan.sent))
+            run.sent.append({"counted": sum(counted.bytes.values()), "reported": reported.sent})
+            run.planned.append(dict.fromkeys(run.sent[-1], plan.sent))
     saved, same = ranks.shared(state.state_dict())["parameters"], ranks.alike(ranks.weights(net))
-    _, left = ranks.check_laws(state, net, computed, received, sent, planned, settled=1)
+    _, left = run.check(settled=1)
     state.close()
     assert same
     assert left.any()

@@ -42,7 +42,7 @@ def run(monkeypatch, *words: str, main: Callable[[], None] = commands.main) -> N
 
 
 def test_select_and_wire_compare_with_passes_over_memory_and_with_the_entropy(monkeypatch):
-    monkeypatch.setattr(select, "_memory", lambda *_: None)
+    monkeypatch.setattr(select, "memory_table", lambda *_: None)
     steps = itertools.product(("0.001", "0.01", "0.12, int4"), ("worker", "server"))
     said = [f"a {who}'s whole compress step at {density}" for density, who in steps]
     said += [f"adapted momentum, beyond a step of {name}" for name in ("SGD", "AdamW, fused")]

@@ -54,23 +54,18 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
     """
     local, device = settings.pop("local", 1), settings.pop("device", "cpu")
     config = TopKConfig(**{"ratio": 0.05, "bidirectional": bidirectional, "topology": topology, **settings})
-    net, alone = ranks.Net().to(device), ranks.Net().to(device)
+    net = ranks.Net().to(device)
     ddp, state = attached(net, MODES[mode], config=config, local_world_size=local)
+    run = ranks.Run(rank, ranks.Net().to(device), net, ddp, state)
     dense = {p for name, p in net.named_parameters() if any(fnmatch(name, each) for each in config.dense_parameters)}
-    computed, received, sent, planned, leaving, buckets = [], [], [], [], [], ()
-    names = ("uplink", "downlink", "dense", "intra_node", "inter_node")
+    leaving, buckets, names = [], (), ("uplink", "downlink", "dense", "intra_node", "inter_node")
     with ranks.Counted() as counted:
         for step in range(4):
             some = mode == "find_unused_parameters"  # all ranks, one rank and no rank use the branch in turn
-            use = {"branch": not some or step % 3 == 0 or (step % 3 == 1 and rank == 0)}
-            computed.append(local_gradient(alone, net, rank, step, **use))
-            ddp.zero_grad()
-            counted.bytes.clear()
-            counted.to.clear()
-            loss_of(ddp, rank, step, **use).backward()
+            counted.clear()
+            run.backward(step, branch=not some or step % 3 == 0 or (step % 3 == 1 and rank == 0))
             leaving.append(sum(nbytes for other, nbytes in counted.to.items() if other // local != rank // local))
             collectives, bytes_ = sum(counted.bytes.values()), state.report().bytes
-            received.append(gradient(net))
             buckets, before = state.last_buckets, buckets
             settled = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in before]
             plan = volume(
@@ -79,19 +74,18 @@ def harness(rank: int, world: int, topology: str, bidirectional: bool, mode: str
                 uncompressed=[[n for n, p in enumerate(bucket) if p in dense] for bucket in buckets],
                 settled=settled,
             )  # fmt: skip
-            planned.append({name: getattr(plan, name) for name in names} | {"": plan.uplink + plan.downlink})
-            sent.append({name: bytes_[name] for name in names} | {"": collectives})
+            run.planned.append({name: getattr(plan, name) for name in names} | {"": plan.uplink + plan.downlink})
+            run.sent.append({name: bytes_[name] for name in names} | {"": collectives})
         known = [[getattr(state.predicted(each), name) for name in names] for each in range(world)]
     node = every_rank(torch.tensor(leaving)).view(world // local, local, -1).sum(1)[rank // local]
-    for counts, plans, nbytes in zip(sent, planned, node.tolist(), strict=True):
+    for counts, plans, nbytes in zip(run.sent, run.planned, node.tolist(), strict=True):
         counts["interface"], plans["interface"] = nbytes, plans["inter_node"]
     known = every_rank(torch.tensor(known))
     everything = (config.ratio, config.wire) == (1.0, "fp32") or topology == "dense"
     exact = torch.cat([torch.full((p.numel(),), everything or p in dense) for p in net.parameters()])
-    # DDP regroups its buckets after the first steps
-    rows, _ = ranks.check_laws(state, net, computed, received, sent, planned, exact=exact, settled=2)
+    rows, _ = run.check(exact=exact, settled=2)  # DDP regroups its buckets after the first steps
     assert known.eq(known[0]).all(), "every rank predicts the bytes of every rank"
-    assert known[0, rank].tolist() == [planned[-1][name] for name in names]
+    assert known[0, rank].tolist() == [run.planned[-1][name] for name in names]
     assert len(buckets) == 1 if mode == "one_bucket" else len(buckets) > 1
     assert rows.any()
 
@@ -217,32 +211,23 @@ def test_time_that_several_exchanges_share_counts_once_in_whatever_order_they_en
 def test_densities_follow_the_gradients_and_the_bytes_stay(rank, world, topology, bidirectional, settings):
     """Buckets of large gradients send more of their entries from the ninth pass on."""
     torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(60, 60) for _ in range(4)])
+    net = nn.Sequential(nn.Linear(20, 60), *[nn.Linear(60, 60) for _ in range(4)])
     config = {"saving": 8, "topology": topology, "bidirectional": bidirectional, **settings}
     ddp, state = attached(net, {"bucket_cap_mb": 0.01}, **config)
     local = config.pop("local_world_size", 1)
-    computed, received, sent, planned, densities = [], [], [], [], []
+    run, densities, dense = ranks.Run(rank, copy.deepcopy(net), net, ddp, state), [], "dense_parameters" in config
     for step in range(20):
-        ddp.zero_grad()
-        x = torch.randn(8, 60, generator=torch.Generator().manual_seed(world * step + rank))
         # The last layer's gradient is the largest by far: those before it go through small weights.
-        (10 * ddp(x)).square().mean().backward()
-        grads = torch.autograd.grad((10 * net(x)).square().mean(), [*net.parameters()])
-        computed.append(torch.cat([each.flatten() for each in grads]))
-        received.append(gradient(net))
+        run.backward(step)
+        report = state.report()
         if step > 2:
             buckets = [[p.numel() for p in bucket] for bucket in state.last_buckets]
-            dense = "dense_parameters" in config
             biases = [[n for n, numel in enumerate(bucket) if dense and numel == 60] for bucket in buckets]
             plan = volume(TopKConfig(**config), buckets, world, rank, local=local, uncompressed=biases)
-            sent.append(state.report().bytes)
-            planned.append(plan)
+            run.sent.append(report.bytes)
+            run.planned.append(plan)
             densities.append([state.buckets.plan_of(bucket).density() for bucket in state.last_buckets])
-        else:
-            state.report()
-    ranks.check_laws(state, net, computed, received)
-    assert sent == planned
-    assert len({each.sent for each in sent}) == 1
+    run.check()
     before, after = densities[0], densities[-1]
     if topology == "sharded" and not bidirectional:
         assert after == before, "replies are as long as all that workers send"
@@ -260,15 +245,14 @@ def test_a_small_model_is_exchanged_as_one_bucket(rank, world, options):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(20, 700), nn.Linear(700, 700), nn.Linear(700, 5))
 
-    net, alone, computed, received = make(), make(), [], []
+    net = make()
     model, state = attached(net, options, ratio=0.05)
+    run = ranks.Run(rank, make(), net, model, state)
     for step in range(4):
-        computed.append(local_gradient(alone, net, rank, step))
-        ranks.train(model, rank, [step])
-        received.append(gradient(net))
+        run.backward(step)
         assert [len(bucket) for bucket in state.last_buckets] == [6]
         assert state.report().elements == sum(p.numel() for p in net.parameters())
-    ranks.check_laws(state, net, computed, received)
+    run.check()
 
 
 @on_ranks(2)

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import batch, held_by, log
+from ranks import batch, log
 from torch.utils.data import DataLoader, IterableDataset
 from trainers import ELEMENTS, Gan, Module, Normed, fit
 
@@ -208,9 +208,9 @@ def test_the_learning_rate_finder_leaves_no_bytes_and_no_residuals(rank, world, 
 
     found = []
 
-    def look(trainer, *_):
+    def look(trainer, module):
         state = trainer.strategy.topk_state
-        found.append((state.steps, len(held_by(state.residuals))))
+        found.append((state.steps, sum(p in state.residuals for p in module.parameters())))
 
     finder = LearningRateFinder(num_training_steps=8, early_stop_threshold=None, update_attr=False)
     callbacks = [finder, LambdaCallback(on_train_start=look, on_train_end=look)]
@@ -252,11 +252,10 @@ def test_a_schedule_follows_the_trainers_steps_or_epochs(rank, world, unit):
 SCRIPT = """
 import lightning as L, lightning_topk, trainers
 from lightning.pytorch.demos.boring_classes import BoringModel
-from ranks import held_by
+from ranks import waiting
 
 def norms(state):
-    held = held_by(state.residuals)
-    return {id(p): float(sum(part.norm() for part in parts)) for p, parts in held.items()}
+    return {id(p): float(share.norm()) for p, share in waiting(state.residuals, state.names, 2).items()}
 
 class First(trainers.Keeper):
     def on_train_start(self, trainer, pl_module):

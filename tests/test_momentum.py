@@ -493,14 +493,14 @@ def test_the_state_of_the_optimizer_is_its_own_beside_one_byte_per_entry():
     adapt_momentum([optimizer], exchange)
     stepped(optimizer, used, [torch.ones(SIZE), *[torch.zeros(SIZE)] * 30])
     assert list(optimizer.state_dict()["state"]) == [0]
-    counts = [each.waited for each in AdaptedMomentum.of(optimizer)._members.values()]
+    counts = [each.waited for each in AdaptedMomentum.of(optimizer).members.values()]
     assert [(each.dtype, each.nbytes) for each in counts] == [(torch.uint8, SIZE)]
     optimizer.state.clear()
     torch.testing.assert_close(stepped(optimizer, used, [torch.ones(SIZE)] * 2), torch.full((SIZE,), -2.9))
     stepped(optimizer, unused, [torch.ones(SIZE)])
     optimizer.param_groups[0]["params"].pop(0)
     optimizer.step()
-    (member,) = AdaptedMomentum.of(optimizer)._members
+    (member,) = AdaptedMomentum.of(optimizer).members
     assert member is unused
 
 

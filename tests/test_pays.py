@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from contenders import Faulty
+from contenders import Faulty, never
 from groups import on_ranks, torchrun
 from test_bench import run
 
@@ -86,14 +86,14 @@ def test_contenders_that_fail_on_one_rank_end_no_rank_and_are_named_and_the_othe
         assert f"in its fifth step failed on rank 1: {broken}" in said
 
 
-@pytest.mark.unit
-def test_no_rank_waits_for_ever_for_a_contender(monkeypatch):
-    monkeypatch.setattr(processes, "LIMIT", 0.1)
-    runners = object.__new__(processes.Runners)  # without its process
-    (runners._pipe, _theirs), runners._store = multiprocessing.Pipe(), dist.HashStore()
-    assert runners._answer() == (None, "no answer in 0.1 s")
-    runners._store.set("failed", "")
-    assert runners._answer() == (None, ""), "another rank has an error"
+@on_ranks(2, timeout=120)
+def test_no_rank_waits_for_ever_for_a_contender(rank, world):
+    """Rank 1 has waited long enough, and rank 0 waits no longer either."""
+    with launched(rank), processes.Runners(never, CPU, 0) as runners:
+        limit = 1.0 if rank == 1 else processes.LIMIT
+        with mock.patch.object(processes, "LIMIT", limit), pytest.raises(processes.ContenderError) as error:
+            runners.ask("x", bool)
+    assert str(error.value) == "x failed on rank 1: no answer in 1 s"
 
 
 @on_ranks(2)

@@ -10,7 +10,7 @@ import torch
 from groups import on_ranks
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
-from ranks import four_layers, gradient, held, loss_of, undelivered, weights
+from ranks import four_layers, gradient, loss_of, share, undelivered, waiting, weights
 from torch.optim import SGD
 from trainers import Module, fit
 
@@ -19,25 +19,23 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.simulate import Cluster
 
 
-class Run:
+class Scaled(ranks.Run):
     """A net of four layers, each of which is a bucket, that trains with a GradScaler."""
 
     def __init__(self, rank: int, ddp: dict[str, Any] | None = None, **settings: Any) -> None:
-        self.rank, self.net, self.alone = rank, four_layers(), four_layers()
-        self.optimizer = SGD(self.net.parameters(), lr=0.1)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        settings = {"ratio": 0.05, "optimizer": self.optimizer, "scaler": self.scaler, **settings}
-        self.ddp, self.state = ranks.attached(self.net, {"bucket_cap_mb": 0.001, **(ddp or {})}, **settings)
-        self.computed: list[torch.Tensor] = []  # by steps
-        self.received: list[torch.Tensor] = []
+        net, self.scaler = four_layers(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = SGD(net.parameters(), lr=0.1)
+        settings = {"ratio": 0.05, "optimizer": optimizer, "scaler": self.scaler, **settings}
+        model, state = ranks.attached(net, {"bucket_cap_mb": 0.001, **(ddp or {})}, **settings)
+        super().__init__(rank, four_layers(), net, model, state, optimizer)
 
-    def backward(self, number: int, spoilt: bool = False, passes: int = 1) -> torch.Tensor:
+    def scaled(self, number: int, spoilt: bool = False, passes: int = 1) -> torch.Tensor:
         """Runs a step's backward passes, the middle one infinite if ``spoilt``; returns the unscaled gradient."""
         self.net.zero_grad()
         for part in range(passes):
             bad = spoilt and part == passes // 2
             hook = self.net[1].weight.register_hook(lambda g, bad=bad: g * torch.inf if bad else g)
-            self.scaler.scale(loss_of(self.ddp, self.rank, passes * number + part)).backward()
+            self.scaler.scale(loss_of(self.model, self.rank, passes * number + part)).backward()
             hook.remove()
         return gradient(self.net) / self.scaler.get_scale()
 
@@ -48,13 +46,9 @@ class Run:
         self.scaler.update()
         return not torch.equal(before, weights(self.net))
 
-    def own(self, number: int) -> torch.Tensor:
+    def local(self, number: int) -> torch.Tensor:
         """This rank's own gradient of a pass."""
         return ranks.local_gradient(self.alone, self.net, self.rank, number)
-
-    def check(self) -> None:
-        """Fails if the recorded steps break a law."""
-        ranks.check_laws(self.state, self.net, self.computed, self.received, settled=None, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -71,26 +65,25 @@ def test_a_skipped_step_loses_what_it_delivers_and_no_more(rank, world, topology
 
     All other buckets are exchanged as usual.
     """
-    run = Run(rank, topology=topology, bidirectional=bidirectional, **settings)
+    run = Scaled(rank, topology=topology, bidirectional=bidirectional, **settings)
     node = settings.get("local_world_size", 1)
     spoilt = torch.arange(4).repeat_interleave(420) == 1  # the elements of the spoilt bucket
     firsts = [420, 420 + 400]  # of each parameter in it
     for step in range(7):
-        bad, before, computed = step in (2, 3, 5), held(run.state, run.net), run.own(step)
-        g = run.backward(step, bad and rank == step % world)
-        after = held(run.state, run.net)
+        bad, before, computed = step in (2, 3, 5), share(run.state, run.net), run.local(step)
+        g = run.scaled(step, bad and rank == step % world)
+        after = share(run.state, run.net)
         assert after.isfinite().all()
         assert g[~spoilt].isfinite().all()
         assert g[firsts].isfinite().tolist() == [not bad] * 2
         if bad:
-            assert torch.equal(before[1, spoilt], after[1, spoilt]), "a server's residual"
             guilty = rank // node == step % world // node
-            assert not guilty or torch.equal(before[0, spoilt], after[0, spoilt])
-            computed, g = torch.where(spoilt, (after - before)[0], computed), g.masked_fill(spoilt, 0)
+            assert not guilty or torch.equal(before[spoilt], after[spoilt]), "of its worker and its server"
+            computed, g = torch.where(spoilt, world * (after - before), computed), g.masked_fill(spoilt, 0)
         run.computed.append(computed)
         run.received.append(g)
         assert run.take() != bad, f"step {step}"
-    run.check()
+    run.check(settled=None, rtol=1e-4)
     assert run.state.nonfinite_steps == 3
 
 
@@ -98,17 +91,17 @@ def test_a_skipped_step_loses_what_it_delivers_and_no_more(rank, world, topology
 @on_ranks(2)
 def test_nothing_is_lost_after_a_skipped_first_step_of_several_passes(rank, world, static):
     """DDP regroups its buckets within the first step, which is skipped, as its second pass is infinite on rank 0."""
-    run = Run(rank, {"static_graph": static})
-    run.backward(0, rank == 0, passes=3)
+    run = Scaled(rank, {"static_graph": static})
+    run.scaled(0, rank == 0, passes=3)
     assert not run.take()
-    assert held(run.state, run.net).isfinite().all()
+    assert share(run.state, run.net).isfinite().all()
     run.computed.append(undelivered(run.state, run.net).float())
     run.received.append(torch.zeros_like(weights(run.net)))
     for step in range(1, 4):
-        run.computed.append(sum(run.own(3 * step + part) for part in range(3)))
-        run.received.append(run.backward(step, passes=3))
+        run.computed.append(sum(run.local(3 * step + part) for part in range(3)))
+        run.received.append(run.scaled(step, passes=3))
         assert run.take()
-    run.check()
+    run.check(settled=None, rtol=1e-4)
     assert len(run.state.last_buckets) == 4
 
 
@@ -187,7 +180,7 @@ def test_a_trainer_skips_a_step_that_is_not_finite_if_it_has_a_scaler_and_counts
     seen, scaler = [], torch.amp.GradScaler("cpu", init_scale=256.0)
 
     def look(trainer, module, *_):
-        seen.append((weights(module), held(trainer.strategy.topk_state, module)))
+        seen.append((weights(module), share(trainer.strategy.topk_state, module)))
 
     callback = LambdaCallback(on_train_batch_start=look, on_train_end=look)
     options = {"plugins": MixedPrecision("16-mixed", "cpu", scaler)} if scaled else {}
@@ -208,8 +201,8 @@ def test_every_precision_trains(rank, world, precision, bucket):
     found = set()
 
     def look(trainer, pl_module):
-        kept = ranks.held_by(trainer.strategy.topk_state.residuals).values()
-        found.update((p.grad.dtype, worker.dtype) for p, (worker, _) in zip(pl_module.parameters(), kept, strict=True))
+        kept = waiting(trainer.strategy.topk_state.residuals, pl_module.parameters(), world)
+        found.update((p.grad.dtype, each.dtype) for p, each in kept.items())
 
     callback = LambdaCallback(on_after_backward=look)
     _, logged = fit(rank, world, callbacks=[callback], precision=precision, max_steps=4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import held_by
+from ranks import waiting
 from torch import Tensor, nn
 
 from lightning_topk.bucket import plan_bucket
@@ -70,8 +70,7 @@ class Ranks:
         """The mean of the workers' residuals of a parameter plus the sum of the servers'."""
         total = torch.zeros(NUMELS[i], dtype=torch.float64)
         for residuals in self.residuals:
-            worker, server = held_by(residuals).get(self.parameters[i], (torch.zeros(()), torch.zeros(())))
-            total += worker / self.world + server
+            total += waiting(residuals, self.parameters, self.world).get(self.parameters[i], 0)
         return total
 
     def check(self) -> None:
@@ -112,15 +111,12 @@ def test_a_parameter_that_leaves_its_bucket_takes_only_its_own_residual():
     end.uplink.memory.residual.fill_(1.0)
     end.downlink.memory.residual.fill_(3.0)  # this rank serves the body
 
-    def mass() -> Tensor:
-        worker, server = held_by(residuals)[body]
-        return worker / 2 + server
-
-    before = mass()
+    before = waiting(residuals, [body, head], 2)
     residuals.keep_only([body, new])
-    assert before.sum() == 8 * 1.0 / 2 + 8 * 3.0
-    assert torch.equal(mass(), before)
-    assert head not in held_by(residuals)
+    after = waiting(residuals, [body, head], 2)
+    assert before[body].sum() == 8 * 1.0 / 2 + 8 * 3.0
+    assert after.keys() == {body}
+    assert torch.equal(after[body], before[body])
 
 
 @pytest.mark.parametrize("new", [torch.ones(8, 8, 2, 2), torch.ones(8, 8, 3, 3).to(memory_format=torch.channels_last)])
@@ -132,8 +128,9 @@ def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(new)
     residuals.move_to(None, 0)
     changed.data = new
     residuals.endpoint(bucket, plan_bucket(config, [new.numel(), 8], 2))
-    assert torch.equal(held_by(residuals)[changed][0], torch.zeros(new.numel()))
-    assert torch.equal(held_by(residuals)[kept][0], torch.ones(8))
+    found = waiting(residuals, bucket, 2)
+    assert torch.equal(found[changed], torch.zeros(new.numel()))
+    assert torch.equal(found[kept], torch.full((8,), 0.5))
     (words,) = residuals.take_warnings()
     assert "residuals of 1 parameter were dropped, since their size or memory format changed" in words
 

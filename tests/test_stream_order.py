@@ -133,7 +133,7 @@ def backward(
         buffer = torch.empty(sum(p.numel() for p in group), device=CUDA)
         buffer.add_(torch.ones_like(buffer))
         if votes:
-            state._used.update(group[:1])
+            state.used.update(group[:1])
         hooks.wait_stream(gpu.current)
         with gpu.on(hooks):
             future = state.launch(Bucket(buffer, group, index, index == len(groups) - 1))
@@ -199,7 +199,7 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
     from lightning_topk.core.ops import cuda
 
     monkeypatch.setattr(ops, "fast", lambda device: cuda)
-    monkeypatch.setattr(hook.ShardState, "_agree_on", lambda state, gradient: None)
+    monkeypatch.setattr(hook, "check_agreement", lambda *_: None)
     fake = FakeTensorMode()
     with fake:
         units: list[Any] = [Shards(gpu, 0), Shards(gpu, 2)]
@@ -222,7 +222,7 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
             g.add_(1.0)  # FSDP copies it to the parameters
             for unit in units:
                 unit.end_pass()
-            state._backward_ended()
+            state.backward_ended()
         report = state.report()
         records, ready = report.timed[-1]
         assert min(report.times) > 0, "read once both marks have come"

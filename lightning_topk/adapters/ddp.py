@@ -34,7 +34,8 @@ from lightning_topk.runtime.state import HookState
 class TopKState(HookState):
     """State of the communication hook of one DDP model. Created by :func:`lightning_topk.attach`."""
 
-    _used: "set[Tensor] | None" = None  # parameters that got a gradient which is not exchanged yet, if watched
+    used: "set[Tensor] | None" = None
+    """Parameters that got a gradient which is not exchanged yet; None if they are not watched."""
     _watches: "Sequence[RemovableHandle]" = ()
     _together = False  # whether the buckets of a pass are exchanged as one
     _waiting: "list[_Part]"
@@ -55,8 +56,8 @@ class TopKState(HookState):
 
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
         """Tracks which parameters get a gradient, for models with unused parameters."""
-        self._used, self.voting = set(), True
-        self._watches = [watch for each in parameters for watch in watch_gradients(each, self._used.add)]
+        self.used, self.voting = set(), True
+        self._watches = [watch for each in parameters for watch in watch_gradients(each, self.used.add)]
 
     def plan_first_pass(self, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
         """Plans the first pass's buckets together, if there are several: else they would change after it."""
@@ -104,9 +105,9 @@ class TopKState(HookState):
                 "all-reduce of all rows. DDP would send only the rows that a batch touches, which may be less."
             )
         used = None
-        if self._used is not None:
-            used = torch.tensor([parameter in self._used for parameter in parameters])
-            self._used.difference_update(parameters)
+        if self.used is not None:
+            used = torch.tensor([parameter in self.used for parameter in parameters])
+            self.used.difference_update(parameters)
         if self._together and not buffer.is_sparse and not (index == 0 and last):
             done: Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
             self._waiting.append(_Part(parameters, buffer, used, done))

@@ -101,7 +101,8 @@ class Clipping:
         self._delivered: Tensor | None = None  # [buckets] squares of delivered norms in the last pass
         self._passed: Tensor | None = None  # the square of the norm with which optimizers have stepped since
         self._stepped: set[int] = set()  # numbers of the buckets in it
-        self._limit: Tensor | None = None  # [4]: the norm, the last factor, how sure the norm is, and slack
+        self.limit: Tensor | None = None
+        """``[4]``: the norm to which the user clips, the last factor, how sure the norm is, slack; None at first."""
         self._acted: Tensor | None = None  # whether the exchange clipped in the last pass
         self._clips: Mapping[Bucket, Tensor] = {}
 
@@ -155,13 +156,13 @@ class Clipping:
         own, mean, weight = self._means.unbind(1)
         energies = (mean / weight).nan_to_num(0.0)  # of a bucket whose only gradients so far were not finite
         before, after, total = self._sum(torch.stack([delivered.sum(), after, energies.sum()])).unbind()
-        if self._limit is None:
-            self._limit = torch.tensor([torch.nan, torch.nan, 0.0, 1.0]).to(device, non_blocking=True)
+        if self.limit is None:
+            self.limit = torch.tensor([torch.nan, torch.nan, 0.0, 1.0]).to(device, non_blocking=True)
         assert self._acted is not None
-        _use_here(self._limit, self._acted)
+        _use_here(self.limit, self._acted)
         factor, norm = (after / before).sqrt(), after.sqrt()
-        self._limit = self._updated(self._limit.to(device), factor, norm, self._acted)
-        inverse = torch.where(self._limit[2] > 0, (self._limit[0] * self._limit[3]).reciprocal(), 0.0)
+        self.limit = self._updated(self.limit.to(device), factor, norm, self._acted)
+        inverse = torch.where(self.limit[2] > 0, (self.limit[0] * self.limit[3]).reciprocal(), 0.0)
         share = (mean / own).clamp(max=1).nan_to_num(1.0)
         others = (total - self._shards * energies).clamp(min=0)
         clips = inverse * torch.stack([self._shards * share, others], 1).sqrt()

@@ -95,7 +95,8 @@ class AdaptedMomentum:
     def __init__(self, optimizer: Optimizer) -> None:
         self.requesters: WeakSet[Any] = WeakSet()
         """See :func:`adapt_momentum`."""
-        self._members: dict[Tensor, _Member] = {}
+        self.members: dict[Tensor, _Member] = {}
+        """The adapted parameters that have had a gradient, each with its step counts, ``waited``."""
         self._inverses: list[tuple[Callable[[], None], bool]] = []  # of a step's changes; whether only after success
         self._temporary = _Temporary()  # momentum buffers and gradients
         self._tables: dict[ops.Kind, dict[str, Any]] = {}  # see ops.catch_up_
@@ -150,15 +151,15 @@ class AdaptedMomentum:
                     if p.grad is not None and p not in to_adapt:
                         scaled = p if scale is None else p * scale  # a fused step divides gradients
                         self._replace([p], "grad", [p.grad.add(scaled, alpha=rule.sign * rule.decay)])
-            members = [self._members.get(p) if p.grad is None else self._member(p, optimizer) for p in parameters]
+            members = [self.members.get(p) if p.grad is None else self._member(p, optimizer) for p in parameters]
             user_chose_none = {"fused": None, "foreach": None, "differentiable": False}.items() <= group.items()
             fuses = user_chose_none and whole_group and all(each is not None and each.may_fuse() for each in members)
             if fuses:  # not where others step too: they must keep their bits
                 self._replace([group], "fused", [True])
             steps.append((rule, fuses, [each for each in members if each is not None and each.p.grad is not None]))
             adapted += parameters
-        if len(self._members) > len(adapted):  # parameters were removed
-            self._members = {p: self._members[p] for p in adapted if p in self._members}
+        if len(self.members) > len(adapted):  # parameters were removed
+            self.members = {p: self.members[p] for p in adapted if p in self.members}
         self._step_buffers(optimizer, steps)
 
     def _step_buffers(self, optimizer: Optimizer, steps: Sequence[tuple[Rule, bool, Sequence[_Member]]]) -> None:
@@ -181,16 +182,16 @@ class AdaptedMomentum:
 
     def _member(self, p: Tensor, optimizer: Optimizer) -> _Member:
         """The member of a parameter, in agreement with its gradient and its state in the optimizer."""
-        member, state = self._members.get(p), optimizer.state.get(p, {})
+        member, state = self.members.get(p), optimizer.state.get(p, {})
         own = state.get(self._name)
         if p.grad is not None and p.grad.is_sparse:  # with nesterov, torch adds the buffer to it
             self._replace([p], "grad", [p.grad.to_dense()])
         if own is None:  # its first step; momentum is zero
-            member = self._members[p] = _Member(p, None, torch.zeros_like(p), None)
+            member = self.members[p] = _Member(p, None, torch.zeros_like(p), None)
         elif member is None or state is not member.state or own is not member.own:
             if own.is_sparse:  # of steps before it was adapted
                 own = state[self._name] = own.to_dense()
-            member = self._members[p] = _Member(p, state, own, member.waited if member else None)
+            member = self.members[p] = _Member(p, state, own, member.waited if member else None)
         return member
 
     def _replace(self, holders: Sequence[Any], name: str, values: Sequence[Any]) -> None:

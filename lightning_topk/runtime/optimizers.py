@@ -88,7 +88,8 @@ class Optimizers(Watch):
         self._getter, self._buckets, self._held_by_optimizers = now, buckets, held_by_optimizers
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         super().__init__(config, say, telemetry, now is not None, self._scaler is not None)
-        self._clipping = clipping if now is not None and config.compresses and config.error_feedback else None
+        self.clipping = clipping if now is not None and config.compresses and config.error_feedback else None
+        """What is known of the user's clipping; None if no optimizer is known."""
         self.rates: Rates | None = None
         """The learning rates of this pass; None if no optimizer is known."""
         self._first_group: dict[int, int] = {}  # by id of an optimizer, the number of its first group in `rates`
@@ -148,8 +149,8 @@ class Optimizers(Watch):
                 self._find_groups(optimizers)
             else:
                 self.rates = self.rates._replace(now=now)
-        if self._clipping is not None:
-            self._clipping.begin_pass()
+        if self.clipping is not None:
+            self.clipping.begin_pass()
 
     def expect(self, bucket: Bucket, step: int, epoch: int) -> None:
         """Expects the delivery of a bucket: with FSDP2, an optimizer may step its parameters before the pass ends."""
@@ -158,7 +159,7 @@ class Optimizers(Watch):
 
     def clip_of(self, bucket: Bucket, device: torch.device) -> Tensor | None:
         """The user's clipping, see :class:`lightning_topk.core.guards.Applied`; None if no optimizer is known."""
-        return None if self._clipping is None else self._clipping.of(bucket, device)
+        return None if self.clipping is None else self.clipping.of(bucket, device)
 
     @override
     def stepped(self, optimizer: Optimizer) -> None:
@@ -169,9 +170,9 @@ class Optimizers(Watch):
             for number, group in enumerate(optimizer.param_groups[: len(last) - first], first):
                 last[number] = rate_of(group) or last[number]
             self.rates = self.rates._replace(last=tuple(last))
-        if self._clipping is not None:
+        if self.clipping is not None:
             self._telemetry.collect()
-            self._clipping.after_step(optimizer, self._held_by_optimizers)
+            self.clipping.after_step(optimizer, self._held_by_optimizers)
 
     def _find_groups(self, optimizers: Sequence[Optimizer]) -> None:
         """Finds the parameter group of each member of the buckets."""

@@ -60,7 +60,7 @@ def run(
         _compression(result, x, config, title, floor())
     _steps(result, x, density, floor())
     if where.type == "cpu":
-        _memory(result, numel)
+        memory_table(result, numel)
     return result
 
 
@@ -126,7 +126,7 @@ def _steps(result: Result, x: Tensor, density: Any, floor: float) -> None:
             result.check(statement, f"<= {most}", f"{beyond:.2f}", beyond <= most)
 
 
-def _memory(result: Result, numel: int) -> None:
+def memory_table(result: Result, numel: int) -> None:
     """Measures the peak memory of one rank beyond the gradient, in a process of its own."""
     rows = result.tables["Peak memory of a rank beyond its gradient, over its residuals (worker d, server d / W)"] = []
     for where, config, target in (("", A_THOUSANDTH, 1.1), (" at 0.12, int4", AN_EIGHTH, 1.3)):

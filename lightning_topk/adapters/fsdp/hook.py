@@ -99,7 +99,7 @@ class ShardState(HookState):
             return
         group.add_accumulated_(bucket, g)
         if self.current and not set(bucket).isdisjoint(p for earlier in self.current.buckets for p in earlier):
-            self._backward_ended()  # an earlier pass failed
+            self.backward_ended()  # an earlier pass failed
         if self.current is None:
             self._refresh_trained()
             self.begin_pass(waits=not g.is_cuda)
@@ -165,9 +165,10 @@ class ShardState(HookState):
         if self.groups is not None and not any(group.in_backward for group in self._param_groups):
             for group in self._param_groups:
                 group.end_pass()
-            self._backward_ended()
+            self.backward_ended()
 
-    def _backward_ended(self) -> None:
+    def backward_ended(self) -> None:
+        """Ends the pass in progress, if there is one."""
         if self.current is None:
             return
         if set(self.current.buckets) != set(self.last_buckets):

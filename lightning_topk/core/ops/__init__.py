@@ -169,7 +169,8 @@ Kind = Callable[..., None]
 
 
 @cache
-def _kind(device: torch.device, buffer: torch.dtype, parameter: torch.dtype) -> Kind | None:
+def known_kind(device: torch.device, buffer: torch.dtype, parameter: torch.dtype) -> Kind | None:
+    """The kind of buffers of a dtype, of parameters of one; None if no fast version can step them."""
     version = fast(device)
     return partial(version.catch_up_) if version is not None and {buffer, parameter} <= {*version.FLOATS} else None
 
@@ -178,7 +179,7 @@ def kind_of(buffer: Tensor, waited: Tensor, parameter: Tensor) -> Kind | None:
     """The kind of a parameter; None if no fast version can step it."""
     dense = torch.ops.aten.is_non_overlapping_and_dense(buffer)
     same = dense and all(alike(each, buffer) for each in (waited, parameter))
-    return _kind(buffer.device, buffer.dtype, parameter.dtype) if same else None
+    return known_kind(buffer.device, buffer.dtype, parameter.dtype) if same else None
 
 
 def catch_up_(

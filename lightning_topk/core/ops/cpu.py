@@ -21,7 +21,7 @@ from lightning_topk.core.ops.reference import Stepped, address_table, sample_of
 # Each element of a sample costs a cache line of the residual and one of the gradient; fewer leave more candidates.
 SAMPLE = 1 << 13  # minimum size of a sample
 FLOATS = {torch.float32}  # dtypes of parameters and momentum buffers that `catch_up_` supports
-_salts = random.Random()  # seeds of samples; the selection does not depend on them
+salts = random.Random()  # seeds of samples; the selection does not depend on them
 
 
 def attempt(device: torch.device) -> None:
@@ -126,4 +126,4 @@ def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor 
 
 
 def _sample(layout: Layout, k: int) -> tuple[int, int, int]:
-    return *sample_of(layout, k, SAMPLE), _salts.getrandbits(31)
+    return *sample_of(layout, k, SAMPLE), salts.getrandbits(31)

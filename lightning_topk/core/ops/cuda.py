@@ -55,7 +55,7 @@ EXACT = {"enable_fp_fusion": False}  # option of every launch: no fused multiply
 FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """dtypes of tensors that the kernels read and write, and Triton's names."""
 
-_salts = random.Random()  # seeds of samples; its own generator, so that the user's random state is unchanged
+salts = random.Random()  # seeds of samples; its own generator, so that the user's random state is unchanged
 
 
 def attempt(device: torch.device) -> None:
@@ -135,7 +135,7 @@ def send(
     with torch.cuda.device_of(e):
         launch(
             kernels.survey, (blocks,), e, x, factor, state, bins, numel, sample, stride, _ceil(sample, blocks),
-            _salts.getrandbits(30), scaled, SHIFT, TILE, 128,
+            salts.getrandbits(30), scaled, SHIFT, TILE, 128,
         )  # fmt: skip
         launch(kernels.threshold, (1,), bins, state, rank, SHIFT, ROOT, num_warps=8)
         launch(
