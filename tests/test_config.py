@@ -227,16 +227,17 @@ def test_shares_move_the_bytes_of_a_step_between_its_buckets(topology, settings,
 
 
 def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets():
-    """The energy of an entry counts, to the power 5/8; a pass that is not finite does not."""
+    """The energy of an entry counts, to the power 5/8, in finite passes that used its bucket."""
     shares, buckets = Shares(), [(torch.ones(1),) for _ in range(3)]
     numels = dict(zip(buckets, (100, 100, 50), strict=True))
 
-    def decided(energies: list[float], passes: int = FIRST) -> list[float] | None:
-        for number in range(passes):
+    def decided(energies: list[float], used: int = 1) -> list[float] | None:
+        """With energies of which the first is 0 but in every ``used``-th pass."""
+        for number in range(FIRST):
             assert not shares.due
             shares.end_pass(same=number > 0)
             if shares.measures:
-                values = [torch.inf] * 3 if number == 3 else energies
+                values = [torch.inf] * 3 if number == 3 else [energies[0] * (number % used == 0), *energies[1:]]
                 shares.fold([mock.Mock(bucket=b, energy=torch.tensor(e)) for b, e in zip(buckets, values, strict=True)])
         assert shares.due
         weights = shares.decide(numels)
@@ -244,8 +245,11 @@ def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets
 
     large, small, other = decided([1600.0, 100.0, 50.0])
     assert (large / small, small / other) == pytest.approx((16**0.625, 1.0))
+    assert decided([1600.0, 100.0, 50.0], used=4) == pytest.approx([large, small, other])
     large, small, _ = decided([1e9, 1.0, 1.0])
     assert (large, small) == (pytest.approx(2.5**0.625), LEAST)
+    unused, large, small = decided([0.0, 1600.0, 50.0])
+    assert (unused, large / small) == (1.0, pytest.approx(16**0.625))
     assert decided([0.0] * 3) is None
     numels[buckets[0]] = 0  # not compressed: its energy does not count
     assert decided([1e9, 100.0, 50.0]) == pytest.approx([1.0, 1.0, 1.0])

@@ -70,17 +70,24 @@ class Shares:
     def decide(self, numels: Mapping[Bucket, int]) -> dict[Bucket, float] | None:
         """The weight of each bucket's bytes, for buckets of ``numels`` compressed elements; None without any energy.
 
-        The same on every rank. Waits for the device.
+        A bucket counts with the passes that used it; if none did, its weight is 1. The same on every rank. Waits for
+        the device.
         """
         rows = [dict(zip(buckets, energies.tolist(), strict=True)) for buckets, energies in self._measured]
         rows = [row for row in rows if all(map(math.isfinite, row.values()))]
         self._next, self._measured = self._next + min(self._next, LAST), []
-        shards = self._gather([math.fsum(row.get(bucket, 0.0) for row in rows) for bucket in numels])  # some are empty
+        shards = self._gather([_mean([row.get(bucket, 0.0) for row in rows]) for bucket in numels])  # some are empty
         energies = [*map(math.fsum, zip(*shards, strict=True))]
         pairs = [*zip(energies, numels.values(), strict=True)]
         total, count = math.fsum(energy for energy, numel in pairs if numel), sum(numels.values())
         if not total or not count:
             return None
-        roots = [math.sqrt(energy / numel * (count / total)) if numel else 1.0 for energy, numel in pairs]
+        roots = [math.sqrt(energy / numel * (count / total)) if energy * numel else 1.0 for energy, numel in pairs]
         weights = [min(MOST, max(LEAST, root * math.sqrt(math.sqrt(root)))) for root in roots]
         return dict(zip(numels, weights, strict=True))
+
+
+def _mean(energies: Sequence[float]) -> float:
+    """The mean over the passes that used a bucket."""
+    used = [*filter(None, energies)]
+    return math.fsum(used) / len(used) if used else 0.0

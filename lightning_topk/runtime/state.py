@@ -121,7 +121,7 @@ class HookState:
         self._collect()
         self.optimizers.begin_pass()
         telemetry, optimizers = self.telemetry, self.optimizers
-        shares = self.config.saving is not None and self.world > 1 and len(self.last_buckets) > 1 and not self.voting
+        shares = self.config.saving is not None and self.world > 1 and len(self.last_buckets) > 1
         if shares and self.shares.due:
             self._share_out()
         self.current = Pass(
