@@ -118,7 +118,7 @@ COMMANDS = {
     "reproduce lag": (
         "papers.lag:run",
         "how many steps compression costs, by what is sent and length; hours per run; resumable",
-        "models savings lengths rates batch seeds minutes device",
+        "data models savings lengths rates batch seeds minutes device",
     ),
     "reproduce fine-tuning": (
         "papers.fine_tuning:run",

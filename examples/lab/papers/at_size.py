@@ -182,9 +182,9 @@ def train_run(
     return entry | measured | {"sent": sent, "saving": ended.dense_bytes / sent if sent else math.inf, "where": where}
 
 
-def ends(found: Runs, setup: Setup, system: str) -> dict[float, dict[int, float]]:
-    """Final quality by learning rate and seed, for existing runs: held-out loss, or accuracy in percent."""
-    measured = "accuracy" if COURSES[setup.model].images else "held"
+def ends(found: Runs, setup: Setup, system: str, measured: str = "") -> dict[float, dict[int, float]]:
+    """Final quality by learning rate and seed, for existing runs: by default held-out loss, or accuracy in percent."""
+    measured = measured or ("accuracy" if COURSES[setup.model].images else "held")
     by_rate: dict[float, dict[int, float]] = {}
     for run in found.values():
         if (setup_of(run), run["system"]) == (setup, system):

@@ -42,6 +42,7 @@ TUNED = {
     "AdamW": Tuned("gpt", Optimizer(0.01, 0.9, "AdamW", clip_norm=1.0)),
     "SGD": Tuned("gpt", Optimizer(0.3, 0.9, clip_norm=1.0)),
     "convnet": Tuned("convnet", Optimizer(0.017, 0.9)),
+    "convnet, AdamW": Tuned("convnet", Optimizer(0.003, 0.9, "AdamW")),
 }
 
 
@@ -78,7 +79,7 @@ def run(
         f"{COURSES['gpt'].workers} simulated workers, {BEFORE:,} dense steps, then others at a tenth of the rate, "
         "without warm-up, with weights and optimizer states of the dense training: GPT of 0.12 million parameters on "
         "Python's documentation, then on its source code; convnet of 0.2 million on five classes of images, then on "
-        "all, by SGD. Held-out loss on the second data. Of the gain: the part of dense training's improvement that is "
+        "all, by SGD unless AdamW is named. Held-out loss on the second data. Of the gain: the part of dense training's improvement that is "
         "reached.",
     )
     for kind in models:

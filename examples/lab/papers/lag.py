@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from lab.papers.at_size import Setup, ends, run_key, setup, train_run
+from lab.papers.at_size import COURSES, Setup, ends, run_key, setup, train_run
 from lab.report import Panel, Result, in_words, standard_error
 from lab.training import Problem, Runs
 from lightning_topk.bucket import plan_bucket
@@ -21,6 +21,7 @@ DENSE = (250, 350, 500, 700, 1000, 1400, 2000)
 
 
 def run(
+    data: Path | None = None,
     models: Sequence[str] = ("gpt",),
     savings: Sequence[float] = (10, 25, 50, 100, 200),
     lengths: Sequence[int] = (500, 1000, 2000),
@@ -31,13 +32,18 @@ def run(
     device: str = "cpu",
     out: Path = Path("reproduced"),
 ) -> Result:
-    """Trains models of text at several lengths, densely and compressed; the learning rate falls by the length."""
+    """Trains models at several lengths, densely and compressed; the learning rate falls by the length.
+
+    Models of images need ``data``, a folder of images.
+    """
+    if data is None and any(COURSES[model].images for model in models):
+        raise ValueError("this model learns images: pass their folder by --data.")
     found = Runs(out / "lag.jsonl")
     runs = [(steps, "dense") for steps in DENSE]
     runs += [(steps, f"saving {amount:g}") for steps in lengths for amount in savings]
     jobs = {
         run_key(each := setup(model, steps, batch), system, float(rate), seed): partial(
-            train_run, each, system, float(rate), seed, None, device
+            train_run, each, system, float(rate), seed, data, device
         )
         for rate in rates
         for seed in range(seeds)
@@ -72,13 +78,13 @@ def table(
     found: Runs, model: str, batch: int, rate: float, lengths: Sequence[int], savings: Sequence[float], panel: Panel
 ) -> list[Row]:
     """The lag by what is sent and length; adds a curve a length to the panel."""
-    dense = {steps: ends(found, setup(model, steps, batch), "dense").get(rate, {}) for steps in DENSE}
+    dense = {steps: ends(found, setup(model, steps, batch), "dense", "held").get(rate, {}) for steps in DENSE}
     density = {saving: density_of(setup(model, DENSE[0], batch), saving) for saving in savings}
     rows: list[Row] = [{"": f"saving {saving:g}", "density": density[saving]} for saving in savings]
     for steps in lengths:
         points = []
         for row, saving in zip(rows, savings, strict=True):
-            ours = ends(found, setup(model, steps, batch), f"saving {saving:g}").get(rate, {})
+            ours = ends(found, setup(model, steps, batch), f"saving {saving:g}", "held").get(rate, {})
             lags = [
                 steps - dense_steps(loss, curve)
                 for seed, loss in ours.items()
