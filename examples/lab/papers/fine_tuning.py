@@ -79,8 +79,8 @@ def run(
         f"{COURSES['gpt'].workers} simulated workers, {BEFORE:,} dense steps, then others at a tenth of the rate, "
         "without warm-up, with weights and optimizer states of the dense training: GPT of 0.12 million parameters on "
         "Python's documentation, then on its source code; convnet of 0.2 million on five classes of images, then on "
-        "all, by SGD unless AdamW is named. Held-out loss on the second data. Of the gain: the part of dense training's improvement that is "
-        "reached.",
+        "all, by SGD unless AdamW is named. Held-out loss on the second data. Of the gain: the part of dense "
+        "training's improvement that is reached.",
     )
     for kind in models:
         result.tables[kind] = table(found, kind, lengths, range(seeds))
