@@ -199,9 +199,9 @@ def _check_combinations(config: TopKConfig) -> None:
     }
     if config.momentum and any(without.values()):
         raise ValueError(
-            f"momentum={config.momentum!r} needs the worker's residual, which gradients do not all have with "
-            f"{' and '.join(name for name, holds in without.items() if holds)}. Leave that out, or pass momentum=0 and "
-            "use the optimizer's own."
+            f"momentum={config.momentum!r} needs a residual for every parameter, and "
+            f"{' and '.join(name for name, holds in without.items() if holds)} leaves some without. Leave that out, or "
+            "pass momentum=0 and use the optimizer's own."
         )
 
 

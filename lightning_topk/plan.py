@@ -59,8 +59,8 @@ def run(
         f"{sum(sizes):,} parameters, float32, in {counted(len(buckets), 'bucket')}; {counted(nodes, 'node')} of "
         f"{counted(gpus_per_node, 'rank')}, {inter} between them; "
         f"{'saving' if ratio is None else 'ratio'} {ratio or settings.saving:g}.\n\n{markdown(rows)}\n\n"
-        "Bytes are exact. No time is measured: a node's bytes take so long on its link at least, and computing comes "
-        "on top. To measure both, run python -m lightning_topk bench under torchrun, on your machines."
+        "Bytes are exact. Times are not measured: they are the least that the link takes for the bytes, without "
+        "computing. To measure steps, run python -m lightning_topk bench under torchrun, on your machines."
         + advice
         + f" Too large: a bucket, or a server's shard of it, has more than {LARGEST:,} elements."
         * any("too large" in row.values() for row in rows)
@@ -94,7 +94,7 @@ def make_module(model: str | None = None, module: str | None = None) -> nn.Modul
             needs = "Install torchvision." if isinstance(error, ImportError) else _nearest(model)
         raise ValueError(f"{'--module' if model is None else '--model'} {model or module}: {error}. {needs}") from error
     if not isinstance(made, nn.Module):
-        raise ValueError(f"--module {module} gave a {type(made).__name__}, which is no torch.nn.Module.")
+        raise ValueError(f"--module {module} gave a {type(made).__name__}, not a torch.nn.Module.")
     return made
 
 

@@ -275,7 +275,7 @@ def test_a_run_that_starts_from_zero_says_why(monkeypatch, checkpoint, use, word
     said: list[str] = []
     monkeypatch.setattr(_resume, "rank_zero_info", said.append)  # whatever level other tests set
     assert entry_to_resume({"lr_schedulers": [], **checkpoint} if checkpoint else {}, use) == {**EMPTY, "steps": steps}
-    assert [words in line and line.endswith("; starting from zero.") for line in said] == [True]
+    assert [words in line and line.endswith("; residuals start at zero.") for line in said] == [True]
 
 
 def epochs(

@@ -125,7 +125,7 @@ def test_the_line_decides_only_what_the_noise_allows():
         ({"DDP": dense[:3]}, three, chance),
         ({"DDP": dense[:3]}, fast[:3], wins),
         (against, [6.0] * 12, f"{wins} (0.59 to 0.61) of DDP's time a step;"),
-        ({}, fast, "Nothing to decide"),
+        ({}, fast, "Nothing to compare"),
     ):
         assert decide({**others, "saving=50": ours}, "saving=50").startswith(begin)
     times = {"DDP": dense, "hook": fast, "saving=50": dense, "saving=9": [3.0] * 12}

@@ -174,7 +174,7 @@ WARNINGS = {
     "bypassed": "SGD took a step, but no gradient was exchanged since attach",
     "left out": "2 of 8 trained parameters ('0.weight' for one) are in no optimizer",
     "copies": "2 of 2 trained parameters ('weight' for one) are in no optimizer. If an optimizer steps copies",
-    "other": "Adam takes steps, but it is not among those that optimizer= gave",
+    "other": "Adam takes steps, but was not passed as optimizer=",
     "sparse": "DDP would send only the rows that a batch touches",
     "zeroed": "was zeroed after its exchange and before its optimizer's step",
     "scaler": "Pass the scaler to attach, as scaler=",

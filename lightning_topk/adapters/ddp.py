@@ -82,9 +82,9 @@ class TopKState(HookState):
         if (sync or others) and self.world > 1 and on_gpus(self.open_groups().all) and not in_order:
             whose = "SyncBatchNorm's collectives" if sync else f"collectives of {others[0]!r}, if backward has any,"
             self._say(
-                f"lightning_topk: {whose} run beside the exchange's, which have communicators of their own. If a GPU "
-                "is too busy for kernels of both, they must start in the same order on all ranks: set "
-                "NCCL_LAUNCH_ORDER_IMPLICIT=1 before training (NCCL 2.26 and later), or training may hang."
+                f"lightning_topk: {whose} and the exchange use different NCCL communicators. Training may hang unless "
+                "collectives of both start in the same order on all ranks: set NCCL_LAUNCH_ORDER_IMPLICIT=1 before "
+                "training (NCCL 2.26 and later)."
             )
 
     def launch(self, bucket: GradBucket) -> Future:

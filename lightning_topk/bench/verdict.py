@@ -41,7 +41,7 @@ def decide(times: Times, ours: str, others: Sequence[str] = ()) -> str:
     """One line: what to use. ``others`` are ours that send less than ``ours``: named only if it does not win."""
     rivals = [name for name in times if name not in (ours, "no exchange", *others)]
     if ours not in times or not rivals:
-        return "Nothing to decide: it takes one of ours and one of DDP's to compare."
+        return f"Nothing to compare: time {ours} and one of DDP's exchanges."
     rival = min(rivals, key=lambda name: median(times[name]))
     if "DDP" in times and rival != "DDP" and ratio(times, rival, "DDP").high >= 1:
         rival = "DDP"  # needs no hook

@@ -187,8 +187,8 @@ class Optimizers(Watch):
         known = {member: numbers[p] for member, p in members if p in numbers}
         if any(getattr(group.get("lr"), "is_cuda", False) for each in optimizers for group in each.param_groups):
             self._say.note(
-                "lightning_topk: an optimizer's lr is a tensor on a GPU, and reading it would wait. So what waits "
-                "counts at the rate of the step that delivers it. Use a number to have it count at its own."
+                "lightning_topk: an optimizer's lr is a tensor on a GPU, and is not read, since that would synchronize "
+                "with the GPU. So residuals do not follow changes of the lr. Use a float if they should."
             )
         kinds = tuple(type(each).__name__ for each in optimizers for _ in each.param_groups)
         rates = tuple(rate_of(group) for each in optimizers for group in each.param_groups)

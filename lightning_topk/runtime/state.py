@@ -243,7 +243,7 @@ class HookState:
         now, failed = self.current, self._lane is not None and self._lane.error is not None
         in_flight = now is not None and not all(now.records) and not failed
         if in_flight or (now is not None and torch._C._current_graph_task_id() != -1):
-            raise RuntimeError("residuals are read between two backward passes, and this one has not ended.")
+            raise RuntimeError("state_dict was called within a backward pass: call it between two backward passes.")
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Loads the residuals of a checkpoint, of any world size. Every rank must call it.

@@ -124,10 +124,10 @@ class Watch:
         adapts = self._config.adapts_momentum or self._config.momentum
         if self._by_others == 2 and adapts and self._sees_all:
             self._say(
-                f"lightning_topk: {type(optimizer).__name__} takes steps, but it is not among those that "
-                "optimizer= gave: it is neither checked nor adapted to compression, and training may end behind DDP's. "
-                "Pass it to attach, or a function that returns the optimizers in use; or close the state and attach "
-                "again. In Lightning, return it from configure_optimizers."
+                f"lightning_topk: {type(optimizer).__name__} takes steps, but was not passed as optimizer=: its "
+                "momentum is not adapted to compression, and training may end behind DDP's. Pass it to attach, or a "
+                "function that returns the optimizers in use; or close the state and attach again. In Lightning, "
+                "return it from configure_optimizers."
             )
 
     def check_bypass(self, optimizer: Optimizer) -> None:
@@ -154,8 +154,8 @@ class Watch:
             # f_locals keeps a frame's variables alive: read it only of a scaler's own step.
             if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
                 self._say(
-                    "lightning_topk: a GradScaler scales the loss. Pass the scaler to attach, as scaler=: residuals "
-                    "are then unscaled. Without it they count too much or too little whenever the scale changes."
+                    "lightning_topk: a GradScaler scales the loss, but attach got no scaler=. Residuals then count too "
+                    "much or too little whenever the scale changes. Pass the scaler to attach."
                 )
                 return
             frame = frame.f_back

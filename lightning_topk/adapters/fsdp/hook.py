@@ -124,7 +124,7 @@ class ShardState(HookState):
                 try:
                     self.buckets.learn_names(self.names, copied)
                 except ValueError as error:  # the settings fit the parameters that were trained at first
-                    self._say(f"lightning_topk: {error} Until then the previous density stays in force.")
+                    self._say(f"lightning_topk: {error} The previous density stays in force.")
 
     def _copied_inside(self) -> list[Tensor]:
         """The proxies of parameters with several copies inside a node, such as norm layers under tensor parallelism.

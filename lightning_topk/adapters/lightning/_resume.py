@@ -85,6 +85,6 @@ def entry_to_resume(checkpoint: Mapping[str, Any], residual_checkpoint: bool) ->
         said = "residuals in the checkpoint are ignored (residual_checkpoint=False)"
     else:
         return entry
-    rank_zero_info(f"lightning_topk: {said}; starting from zero.")
+    rank_zero_info(f"lightning_topk: {said}; residuals start at zero.")
     steps = entry.get("steps") if isinstance(entry, dict) else None
     return {**EMPTY, "steps": steps if type(steps) is int and steps > 0 else 0}
