@@ -284,11 +284,6 @@ class Buckets:
         self._plans.clear()
         self.together = False
 
-    def delivers_everything(self, bucket: Bucket, step: int, epoch: int) -> bool:
-        """Whether a step delivers every entry of a bucket in full precision, as an all-reduce does."""
-        plan = self.plan_of(bucket)
-        return plan.topology.compresses and plan.wire.name == "fp32" and plan.codecs(step, epoch).whole
-
     def plan_of(self, bucket: Bucket) -> BucketPlan:
         """The exchange plan of a bucket."""
         key = bucket, bucket[0].dtype  # a wrapper may change it

@@ -47,12 +47,12 @@ class BidirectionalTopK:
         return q
 
 
-def deal(numel: int, servers: int, block: int) -> list[np.ndarray]:
-    """Deals blocks of consecutive elements to the servers in turn, like cards."""
-    hands: list[list[int]] = [[] for _ in range(servers)]
-    for card, start in enumerate(range(0, numel, block)):
-        hands[card % servers].extend(range(start, min(start + block, numel)))
-    return [np.array(hand, dtype=np.int64) for hand in hands]
+def shards_of(numel: int, servers: int, block: int) -> list[np.ndarray]:
+    """Elements of each server's shard: blocks of consecutive ones, of the servers in turn."""
+    shards: list[list[int]] = [[] for _ in range(servers)]
+    for number, start in enumerate(range(0, numel, block)):
+        shards[number % servers].extend(range(start, min(start + block, numel)))
+    return [np.array(shard, dtype=np.int64) for shard in shards]
 
 
 class DeepGradientCompression:

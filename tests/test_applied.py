@@ -108,7 +108,7 @@ def clips(run: ranks.Run, step: int, treat) -> torch.Tensor:
     run.optimizer.step()
     run.state.begin_pass()
     several = run.state.last_buckets
-    return torch.stack([run.state.optimizers.clip_of(bucket, torch.device("cpu")) for bucket in several])
+    return torch.stack([run.state.optimizers.clipping.of(bucket, torch.device("cpu")) for bucket in several])
 
 
 def halved(step, parameters):

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from groups import on_ranks
-from lightning.fabric import Fabric
 from ranks import attach, four_layers, loss_of, train
 from test_fsdp import made
 from test_model_parallel import fit as fit_sharded
@@ -25,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from trainers import InThisProcess, fit
+from trainers import fit
 
 import lightning_topk
 from lightning_topk.adapters.fsdp import hook
@@ -84,25 +83,11 @@ def ddp(rank: int, world: int, tmp_path: Path) -> None:
         state.load_state_dict({**state.state_dict(), "mode": "mean", "parameters": {}})
 
 
-def some_ranks(rank: int, world: int, tmp_path: Path) -> None:
-    state = attach(DistributedDataParallel(four_layers(), process_group=dist.new_group([*range(world)])), ratio=0.1)
-    state.close()
-
-
 def fsdp(rank: int, world: int, tmp_path: Path) -> None:
     net, state = made(2, 2)
     loss_of(net, rank, 0, branch=False).backward()
     state.load_state_dict(state.state_dict())
     state.full_state_dict()
-
-
-def fabric(rank: int, world: int, tmp_path: Path) -> None:
-    strategy = lightning_topk.fabric.TopKStrategy(ratio=0.1, cluster_environment=InThisProcess(rank, world))
-    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
-    fabric.launch()
-    for _ in range(2):
-        net = four_layers()
-        train(fabric.setup(net, SGD(net.parameters(), lr=0.1))[0], rank, range(2))
 
 
 def trainer(rank: int, world: int, tmp_path: Path) -> None:
@@ -117,7 +102,7 @@ def sharded_trainer(rank: int, world: int, tmp_path: Path) -> None:
     fit_sharded(rank, world, ckpt=tmp_path / "sharded", max_steps=6)
 
 
-@pytest.mark.parametrize("train", [ddp, some_ranks, fsdp, fabric, trainer, sharded_trainer])
+@pytest.mark.parametrize("train", [ddp, fsdp, trainer, sharded_trainer])
 @on_ranks(4)
 def test_objects_are_sent_through_the_models_device_in_every_way_to_train(rank, world, train, tmp_path):
     with asked_on_cpus() as seen:

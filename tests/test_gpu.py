@@ -28,14 +28,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainers import InThisProcess, Normed, fit
 
+from lab.bench.own_work import alone
 from lightning_topk import TopKStrategy
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.link import deliver
 from lightning_topk.core.ops import reference
-from lightning_topk.core.requests import AllGather
 from lightning_topk.core.wire import WIRES, Codec
 from lightning_topk.runtime import collectives as drive
 from lightning_topk.runtime.momentum import adapt_momentum
@@ -93,14 +92,14 @@ class OneGpuEach(InThisProcess):
         return self._global_rank
 
 
-def trained_by_lightning(rank: int, world: int, folder: str, accelerator: str = "gpu") -> None:
+def trained_by_lightning(rank: int, world: int, folder: str) -> None:
     """bf16-mixed with SyncBatchNorm, an epoch with a checkpoint, and a second one resumed from it."""
     ends = []
     for epochs in (1, 2):
         module, strategy = Normed(partial(torch.optim.AdamW, lr=0.001)), TopKStrategy(saving=5)
         strategy.cluster_environment = OneGpuEach(rank, world)
-        options = {"accelerator": accelerator, "devices": 1, "num_nodes": world, "precision": "bf16-mixed"}
-        options |= {"sync_batchnorm": accelerator == "gpu", "max_epochs": epochs, "log_every_n_steps": 1}
+        options = {"accelerator": "gpu", "devices": 1, "num_nodes": world, "precision": "bf16-mixed"}
+        options |= {"sync_batchnorm": True, "max_epochs": epochs, "log_every_n_steps": 1}
         path = Path(folder) / "last.ckpt"
         trainer, logged = fit(None, 1, module, strategy, ckpt_path=path if epochs > 1 else None, **options)
         trainer.save_checkpoint(path)
@@ -117,14 +116,14 @@ def test_a_trainer_trains_and_resumes_over_nccl(groups, tmp_path):
     groups(TWO, "cuda").run(trained_by_lightning, str(tmp_path))
 
 
-def scaled(rank: int, world: int, device: str = "cuda") -> None:
+def scaled(rank: int, world: int) -> None:
     """16-mixed in int4 with votes and a fused optimizer; the third step overflows on rank 0."""
-    net = Net().to(device)
-    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.01, fused=True), torch.amp.GradScaler(device)
+    net = Net().cuda()
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.01, fused=True), torch.amp.GradScaler("cuda")
     options, seen = {"find_unused_parameters": True}, []
     ddp, state = attached(net, options, ratio=0.05, optimizer=optimizer, scaler=scaler)
     for step in range(6):
-        with torch.autocast(device, torch.float16):
+        with torch.autocast("cuda", torch.float16):
             loss = loss_of(ddp, rank, step, branch=step % 2 == 0 or rank == 0)
         scaler.scale(loss * (torch.inf if step == 2 and rank == 0 else 1)).backward()
         scaler.step(optimizer)
@@ -264,20 +263,12 @@ def test_a_damaged_payload_fails_on_the_device():
 
 
 @pytest.fixture
-def loopback(monkeypatch):
+def loopback():
     """Simulates four ranks, of which the other three send what this one sends."""
-
-    def perform(request, group, wait, across_nodes):
-        payload = request.payload
-        return payload.expand(4, -1).contiguous() if isinstance(request, AllGather) else payload.clone()
-
-    monkeypatch.setattr(drive, "perform", perform)
     if dist.is_initialized():
         dist.destroy_process_group()  # Lightning leaves a Trainer's group
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    with states_closed():
+    with alone(4), states_closed():
         yield
-    dist.destroy_process_group()
 
 
 def trained():
@@ -333,14 +324,14 @@ def test_the_replicas_of_a_sharded_model_exchange_without_waiting_for_the_gpu(lo
     assert all(p.to_local().isfinite().all() for p in net.parameters())
 
 
-def sharded(rank: int, world: int, device: str = "cuda") -> None:
+def sharded(rank: int, world: int) -> None:
     """Compares with torch's own HSDP, with everything sent."""
 
     def make(mesh: DeviceMesh) -> nn.Module:
-        return test_fsdp.sharded(Net(empty=False).to(device), mesh)
+        return test_fsdp.sharded(Net(empty=False).cuda(), mesh)
 
     train = partial(test_fsdp.learned, rank=rank, wait="set_requires_gradient_sync", clip=False, kind=torch.optim.SGD)
-    test_fsdp.as_hybrid(make, train, test_fsdp.mesh_of(2, world // 2, device), 1e-5, 1e-4)
+    test_fsdp.as_hybrid(make, train, test_fsdp.mesh_of(2, world // 2, "cuda"), 1e-5, 1e-4)
 
 
 @pytest.mark.skipif(FOUR % 2 == 1, reason="needs an even number of GPUs, or one")

@@ -241,7 +241,7 @@ def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_writte
 
 @on_a_device
 @pytest.mark.parametrize(("count", "bad"), [(2, None), (8, None), (2, torch.nan), (8, -torch.inf)])
-def test_a_bucket_is_dealt_to_the_ranks_of_a_node_and_back_like_in_the_reference(count, bad):
+def test_a_bucket_is_split_among_the_ranks_of_a_node_and_joined_like_in_the_reference(count, bad):
     sizes = (10_007, 3, 0, 1, 4096 * count, 17)
     plan = plan_bucket(TopKConfig(0.01, topology="hierarchical"), sizes, 2 * count, count)
     end = plan.endpoint(0, torch.float32, torch.device(DEVICE))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import ON_NODES, ROUTES, SELECTED, WIRES, everywhere, gradients, in_turn, routes, simulate
-from oracle import BidirectionalTopK, DeepGradientCompression, bfloat16, deal
+from oracle import BidirectionalTopK, DeepGradientCompression, bfloat16, shards_of
 
 from lightning_topk import simulate as simulator
 from lightning_topk.bucket import plan_bucket
@@ -231,7 +231,7 @@ def test_the_exchange_is_the_algorithm_of_the_thesis_on_every_shard(servers, wor
     kept, replied = (int(np.ceil(max(1, int(ratio * numel)) / servers)) for ratio in (0.02, 0.06))
     # Unidirectional with rounded values: the server's rounding errors are small, and W k entries have room.
     room = replied if bidirectional else world * kept
-    thesis = BidirectionalTopK(world, numel, kept, room, deal(numel, servers, block), ROUNDING[wire])
+    thesis = BidirectionalTopK(world, numel, kept, room, shards_of(numel, servers, block), ROUNDING[wire])
     topology, server_ratio = "single_server" if servers == 1 else "sharded", 0.06 if bidirectional else None
     cluster = Cluster(TopKConfig(0.02, bidirectional, server_ratio, wire=wire, topology=topology), world, numel)
     same_as(thesis, cluster, world, numel)
@@ -279,7 +279,6 @@ def test_the_measured_error_is_the_error_of_the_step_and_measuring_changes_no_bi
             energy, left = (x.double().square().sum() for x in (g + e, end.uplink.memory.residual))
             torch.testing.assert_close(outcome.uplink.error, torch.stack([energy, left]))
             torch.testing.assert_close(outcome.uplink.per_layer[:2].sum(1), outcome.uplink.error)
-            assert outcome.uplink.per_layer[2].sum() == outcome.uplink.selected
             if end.downlink is not None:
                 left = end.downlink.memory.residual.double().square().sum()
                 torch.testing.assert_close(outcome.downlink.error[1], left)

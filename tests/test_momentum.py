@@ -32,10 +32,10 @@ def adapted(kind, like: torch.Tensor | int = SIZE, adapts: bool = True, **option
     return optimizer, parameter
 
 
-def delivered(share: float = 0.2, steps: int = STEPS, size: int = SIZE) -> list[torch.Tensor]:
+def delivered(share: float = 0.2, steps: int = STEPS) -> list[torch.Tensor]:
     """Gradients whose entries are each present with probability ``share``."""
     generator = torch.Generator().manual_seed(0)
-    drawn = [(torch.randn(size, generator=generator), torch.rand(size, generator=generator)) for _ in range(steps)]
+    drawn = [(torch.randn(SIZE, generator=generator), torch.rand(SIZE, generator=generator)) for _ in range(steps)]
     return [torch.where(chance < share, gradient, 0.0) for gradient, chance in drawn]
 
 
@@ -337,20 +337,6 @@ def test_a_step_that_fails_leaves_the_optimizers_own_state():
     parameter.grad += 1
     optimizer.step()
     assert torch.equal(parameter.grad, torch.ones(SIZE))
-
-
-def test_a_step_that_fails_leaves_a_group_of_compressed_and_other_parameters_whole():
-    class Exchange:
-        adapted = (nn.Parameter(torch.zeros(SIZE)),)
-
-    both, exchange = [*Exchange.adapted, nn.Parameter(torch.zeros(SIZE))], Exchange()
-    optimizer = Adam(both, weight_decay=0.1, foreach=False)
-    adapt_momentum([optimizer], exchange)
-    for parameter in both:
-        parameter.grad = torch.ones(SIZE)
-    with mock.patch.object(inspect.getmodule(Adam), "adam", side_effect=MemoryError), pytest.raises(MemoryError):
-        optimizer.step()
-    assert [[*map(id, group["params"])] for group in optimizer.param_groups] == [[*map(id, both)]]
 
 
 SQUARE = torch.ones(8, 8)

@@ -304,9 +304,8 @@ NUMEL = 100_000
 def test_no_selector_selects_more_than_k(selector, name):
     layout, k = Layout(NUMEL, 4), 25
     x = vector(name, NUMEL)
-    index, value, count = selector.select(x, layout, k)
+    index, value = selector.select(x, layout, k)
     assert index.shape == value.shape == (4, k)
-    assert 0 <= count <= 4 * k
     assert (index.diff(dim=1) >= 0).all()
     assert torch.equal(value[value != 0], reference.shard_rows(x, layout).gather(1, index)[value != 0])
 
@@ -314,8 +313,8 @@ def test_no_selector_selects_more_than_k(selector, name):
 @pytest.mark.parametrize(("selector", "least"), [(GaussianK(), 0.6), (SampledK(), 0.6), (TrimmedK(), 1.0)])
 def test_thresholds_are_close_on_bell_shaped_vectors(selector, least):
     for name in ("normal", "laplace"):
-        *_, count = selector.select(vector(name, NUMEL), Layout(NUMEL), 1000)
-        assert least * 1000 <= count <= 1000
+        _, value = selector.select(vector(name, NUMEL), Layout(NUMEL), 1000)
+        assert least * 1000 <= value.count_nonzero() <= 1000
 
 
 def test_gaussian_k_corrects_its_threshold_as_algorithm_1_does():

@@ -177,7 +177,7 @@ WARNINGS = {
     "other": "Adam takes steps, but was not passed as optimizer=",
     "sparse": "DDP would send only the rows that a batch touches",
     "zeroed": "was zeroed after its exchange and before its optimizer's step",
-    "scaler": "Pass the scaler to attach, as scaler=",
+    "scaler": "a GradScaler scales the loss, but attach got no scaler=",
 }
 CASES = [
     *((bypassed, case, "bypassed") for case in ("wrapped twice", "inside")),

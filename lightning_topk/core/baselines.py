@@ -57,7 +57,7 @@ def dense(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     stats = LinkStats()
     if step.measure.error:
         energy = norm(g, step.scale_in).square()
-        stats = LinkStats(g.count_nonzero(), torch.stack([energy, torch.zeros_like(energy)]))
+        stats = LinkStats(torch.stack([energy, torch.zeros_like(energy)]))
     total = yield AllReduce(g.div_(end.plan.world), "uplink")
     finite = reference.is_finite(total)
     if total.data_ptr() != g.data_ptr():

@@ -97,8 +97,10 @@ class BucketPlan:
             everything = Codec(WIRES["fp32"], self.layout.numel, self.layout.numel)
             return Codecs(everything, everything)
         shared = partial(selector.shared_positions, step) if isinstance(selector, RandK) else None
-        up = self._k_at(self.k, step, epoch, "ratio")
-        if self.server_k is not None:
+        up = self.k if isinstance(self.k, int) else self._k_at(self.k, step, epoch, "ratio")
+        if isinstance(self.server_k, int):
+            down = self.server_k
+        elif self.server_k is not None:
             down = self._k_at(self.server_k, step, epoch, "server_ratio")
         else:
             # Workers that draw the same positions send no others.
@@ -107,14 +109,12 @@ class BucketPlan:
         common = shared, self.tag, self.padding
         return Codecs(make(self.wire, size, up, *common), make(self.wire, size, down, *common))
 
-    def _k_at(self, k: int | Varying, step: int, epoch: int, name: str) -> int:
-        if isinstance(k, int):
-            return k
+    def _k_at(self, k: Varying, step: int, epoch: int, name: str) -> int:
         return self.layout.k_per_shard(k_of(self.layout.numel, ratio_at(k, step, epoch, name)))
 
-    def density(self, step: int = 0, epoch: int = 0) -> float:
-        """Fraction of the elements that fit in a worker's payloads."""
-        return min(1.0, self.codecs(step, epoch).uplink.k * self.layout.shards / self.layout.numel)
+    def density(self) -> float:
+        """Fraction of the elements that fit in a worker's payloads, at step 0."""
+        return min(1.0, self.codecs().uplink.k * self.layout.shards / self.layout.numel)
 
     def requests(self, step: int = 0, epoch: int = 0, voters: int | None = None) -> list[Request]:
         """Predicts the requests of :func:`lightning_topk.core.guards.exchange`: payloads of the right size, no content.

@@ -61,7 +61,7 @@ def exchange(
 
     ``g`` is ``[numel]``; ``step`` and ``measure`` are those of :class:`.Step`, ``scale`` is the scalar loss scale of
     ``g``, before and after. ``used``, ``[parameters]`` bool on the CPU, are the parameters that this rank used; None if
-    none may be unused.
+    none may be unused. ``applied`` says how dense training would apply the gradient.
     """
     request = reply = unused = None
     try:

@@ -53,7 +53,6 @@ FIRST = Step()
 class LinkStats:
     """Statistics of one vector that a link sent; None where not measured."""
 
-    selected: Tensor | None = None  # scalar int64, nonzero entries sent; also None after one pass over memory
     error: Tensor | None = None  # [2] float64: ‖a‖² and ‖a - C(a)‖²
     per_layer: Tensor | None = None  # [3, parameters] float64: ‖a‖², ‖a - C(a)‖² and entries sent, by parameter
 
@@ -90,7 +89,7 @@ class Link:
                 given.zero_()
         finite = reference.is_finite(x)
         a = memory.compensate(reference.zero_unless_(x, finite), finite)
-        index, value, selected = self.selector.select(a, self.layout, codec.k, step.number)
+        index, value = self.selector.select(a, self.layout, codec.k, step.number)
         payloads, arrives = codec.encode(index, value, None if step.scale_out is not None else self.delivered, finite)
         flat, arrives = reference.flat_index(index, self.layout).view(-1), arrives.view(-1)
         error = per_layer = None
@@ -102,7 +101,7 @@ class Link:
                 per_layer = torch.stack([_energies(a.split(sizes)), _energies(rest.split(sizes)), count])
         memory.keep(flat, arrives)
         self.sent = payloads, codec
-        return payloads, LinkStats(selected, error, per_layer)
+        return payloads, LinkStats(error, per_layer)
 
     def take_back(self) -> None:
         """Returns to the memory what was sent and did not arrive, to the receivers' rounding."""
@@ -165,7 +164,7 @@ def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, scratch: Tenso
     total = scratch[: codec.universe] if fits else scratch.new_zeros(codec.universe, dtype=dtype)
     workers = len(payloads)
     divisor = workers if workers.bit_count() == 1 else 1  # dividing by a power of two first gives the same bits
-    if ops.receive(payloads, Layout(codec.universe), codec.format(), divisor, total, ordered=ordered) is None:
+    if ops.receive(payloads, Layout(codec.universe), codec.form, divisor, total, ordered=ordered) is None:
         codec.check(payloads)
         index, value = codec.read(payloads, dtype)
         value = value / divisor
@@ -191,7 +190,7 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor, scale: 
     Returns:
         Scalar bool: whether all delivered values are finite.
     """
-    finite = ops.receive(payloads, layout, codec.format(), 1, out, scale)
+    finite = ops.receive(payloads, layout, codec.form, 1, out, scale)
     if finite is not None:
         return finite
     codec.check(payloads)

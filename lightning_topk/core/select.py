@@ -30,19 +30,19 @@ class Selector(ABC):
     step = 0
     """The step of the selection in progress, for :meth:`pick`; see :meth:`select`."""
 
-    def select(self, a: Tensor, layout: Layout, k: int, step: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def select(self, a: Tensor, layout: Layout, k: int, step: int = 0) -> tuple[Tensor, Tensor]:
         """Selects at most k entries of each shard of ``a`` ``[numel]``, gradient plus residual, finite.
 
         ``step`` is the number of exchanges before this one, the same on every rank.
 
         Returns:
-            Positions in the shard, ``[shards, k]`` int64, non-descending in each row; the values there, ``[shards, k]``
-            of the dtype of ``a``; and the number of nonzero values, a scalar int64. Unused slots have value 0.
+            Positions in the shard, ``[shards, k]`` int64, non-descending in each row; and the values there, ``[shards,
+            k]`` of the dtype of ``a``. Unused slots have value 0.
         """
         rows = reference.shard_rows(a, layout)
         if k == layout.shard_size:
             index = torch.arange(k, device=a.device).expand(layout.shards, -1)
-            return index, rows, rows.count_nonzero()
+            return index, rows
         self.step = step
         index = self.pick(rows, k)
         if index.shape != (layout.shards, k):
@@ -53,8 +53,7 @@ class Selector(ABC):
         used = index >= 0
         value = rows.gather(1, index.clamp(min=0)).masked_fill_(~used, 0)
         index, order = torch.where(used, index, layout.shard_size - 1).sort(dim=1, stable=True)
-        value = value.gather(1, order)
-        return index, value, value.count_nonzero()
+        return index, value.gather(1, order)
 
     @abstractmethod
     def pick(self, rows: Tensor, k: int) -> Tensor:

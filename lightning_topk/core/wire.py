@@ -129,11 +129,11 @@ class Codec:
     @property
     def nbytes(self) -> int:
         """Size of a payload in bytes, P; a multiple of the word size."""
-        return self._format.nbytes
+        return self.form.nbytes
 
     def format(self, delivered: torch.dtype | None = None) -> PayloadFormat:
-        """Byte layout of a payload. Its largest magnitude is finite in the dtype ``delivered`` too, if not None."""
-        form = self._format
+        """The byte layout, of which the largest magnitude is finite in the dtype ``delivered`` too, if not None."""
+        form = self.form
         if delivered is not None and torch.finfo(delivered).max < form.largest:
             # The wire may round the narrower dtype's largest value up, out of its range: stay below.
             limit = torch.finfo(delivered).max * (1 - torch.finfo(self.wire.value_dtype).eps)
@@ -141,7 +141,8 @@ class Codec:
         return form
 
     @cached_property
-    def _format(self) -> PayloadFormat:
+    def form(self) -> PayloadFormat:
+        """Byte layout of a payload."""
         wire, universe, k = self.wire, self.universe, self.k
         low = reference.elias_fano_low_width(universe, k)
         known = self.shared is not None or k == universe  # to both ends
@@ -190,7 +191,7 @@ class Codec:
         Returns:
             Positions ``[R, k]`` int64 and values ``[R, k]`` of ``dtype``.
         """
-        form, universe, k = self._format, self.universe, self.k
+        form, universe, k = self.form, self.universe, self.k
         value = self.wire.read(payload[:, : form.value_bytes], k).to(dtype)
         if form.index_bytes:
             code = payload[:, form.value_bytes : form.value_bytes + form.index_bytes]
@@ -203,4 +204,4 @@ class Codec:
 
     def check(self, payload: Tensor) -> None:
         """Rejects damaged payloads ``[R, P]``; see :func:`lightning_topk.core.ops.reference.check`."""
-        reference.check(payload, self._format.check)
+        reference.check(payload, self.form.check)

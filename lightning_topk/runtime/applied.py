@@ -26,10 +26,12 @@ from numbers import Real
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_topk.bucket import Bucket
+from lightning_topk.core import ops
 from lightning_topk.runtime.momentum import all_parameters, local_part
 
 MEMORY = 0.9
@@ -64,11 +66,6 @@ class Rates(NamedTuple):
     now: tuple[float, ...]
     last: tuple[float, ...]  # in the last step that was taken
 
-    @property
-    def stepped(self) -> bool:
-        """Whether any step was taken."""
-        return any(self.last)
-
     def of(self, member: Tensor) -> Unit:
         """The rate of a member of a bucket in this pass; in the last step if it is 0 now, as nothing is applied."""
         group = self.group_of.get(member)
@@ -91,11 +88,11 @@ def rate_of(group: Mapping[str, object]) -> float:
 class Clipping:
     """The user's clipping, as far as norms show it. All values stay on the device.
 
-    Of a sharded model a rank knows ``shards`` of equal weight; ``sum_`` adds up a tensor over them.
+    ``shards`` is the group of all ranks that exchange a shard of the same gradients, if there are several.
     """
 
-    def __init__(self, shards: int = 1, sum_: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        self._shards, self._sum = shards, sum_
+    def __init__(self, shards: dist.ProcessGroup | None = None) -> None:
+        self._group, self._shards = shards, 1 if shards is None else dist.get_world_size(shards)
         self._buckets: tuple[Bucket, ...] = ()
         self._means: Sequence[Tensor] | Tensor = ()  # [buckets, 3]: own, delivered norms squared and weights, added up
         self._delivered: Tensor | None = None  # [buckets] squares of delivered norms in the last pass
@@ -111,7 +108,7 @@ class Clipping:
         """Takes the ``[3]`` norms of the buckets of a whole pass, see :class:`.Outcome`."""
         squares = torch.stack([*norms]).square()
         self._acted, squares = (squares[:, 0] > squares[:, 1] * (1 + NEAR)).any(), squares[:, 1:]
-        _use_here(*self._means)
+        ops.use_here(*self._means)
         none, known = squares.new_zeros(3), dict(zip(self._buckets, self._means, strict=True))
         if len(known) == len(buckets) and all(map(operator.is_, self._buckets, buckets)):
             assert isinstance(self._means, Tensor)
@@ -152,14 +149,17 @@ class Clipping:
         assert isinstance(self._means, Tensor)
         complete = self._passed is not None and len(self._stepped) == len(self._buckets)
         after = self._passed if self._passed is not None and complete else delivered.new_full((), torch.nan)
-        _use_here(delivered, self._means, after)
+        ops.use_here(delivered, self._means, after)
         own, mean, weight = self._means.unbind(1)
         energies = (mean / weight).nan_to_num(0.0)  # of a bucket whose only gradients so far were not finite
-        before, after, total = self._sum(torch.stack([delivered.sum(), after, energies.sum()])).unbind()
+        sums = torch.stack([delivered.sum(), after, energies.sum()])
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
+        before, after, total = sums.unbind()
         if self.limit is None:
             self.limit = torch.tensor([torch.nan, torch.nan, 0.0, 1.0]).to(device, non_blocking=True)
         assert self._acted is not None
-        _use_here(self.limit, self._acted)
+        ops.use_here(self.limit, self._acted)
         factor, norm = (after / before).sqrt(), after.sqrt()
         self.limit = self._updated(self.limit.to(device), factor, norm, self._acted)
         inverse = torch.where(self.limit[2] > 0, (self.limit[0] * self.limit[3]).reciprocal(), 0.0)
@@ -191,10 +191,3 @@ class Clipping:
         grown = torch.where(known < norm, norm, known)  # it lets a larger one pass
         slack = torch.where(clipped, 1.0, torch.where(acted & (factor >= 1 - NEAR), slack * SLACK, slack))
         return torch.stack([torch.where(clipped, norm, grown), torch.where(clipped, factor, before), sure, slack])
-
-
-def _use_here(*several: Tensor) -> None:
-    """Keeps the memory of tensors that were possibly created on another stream until this one has used them."""
-    for each in several:
-        if each.is_cuda:
-            each.record_stream(torch.cuda.current_stream(each.device))

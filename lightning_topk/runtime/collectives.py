@@ -17,8 +17,8 @@ from lightning_topk.runtime.groups import all_gather
 def perform(
     request: Request,
     group: dist.ProcessGroup,
-    wait: Callable[[dist.Work], None] | None = None,
-    across_nodes: bool = False,
+    wait: Callable[[dist.Work], None] | None,
+    across_nodes: bool,
 ) -> Tensor | None:
     """Performs one request as a collective, of ranks that share nodes if ``across_nodes``, of which there are several.
 

@@ -31,7 +31,8 @@ class Groups:
     Attributes:
         among: The group of all ranks that exchange gradients, ``all``; and with a hierarchy ``node``, the ranks of this
             node, and ``peers``, those with the same local rank on every node.
-        place: This rank and their number, in words: known also once a group is gone.
+        rank: This rank in them.
+        world: Their number of ranks.
         device: This rank's, of the model.
         local: Ranks per node.
         timeout: Timeout of their collectives.
@@ -40,7 +41,8 @@ class Groups:
     """
 
     among: Mapping[Among, dist.ProcessGroup]
-    place: str
+    rank: int
+    world: int
     device: torch.device
     local: int
     timeout: timedelta | None
@@ -85,7 +87,7 @@ class Groups:
             members["node"] = nodes, mine // local
             members["peers"] = [ranks[each::local] for each in range(local)], mine % local
         among: dict[Among, dist.ProcessGroup] = {}
-        made = cls(among, f"rank {mine} of {len(ranks)}", device, local, timeout, kind)
+        made = cls(among, mine, len(ranks), device, local, timeout, kind)
         with on_failure(made._destroy):
             for who, each in members.items():
                 among[who] = _own_group(*each, parent, timeout)

@@ -20,7 +20,7 @@ from lightning_topk.core import guards
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.guards import Applied
 from lightning_topk.core.ops import reference
-from lightning_topk.core.requests import Volume, request_volume
+from lightning_topk.core.requests import request_volume
 from lightning_topk.runtime import collectives
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.messages import LOGGER
@@ -66,8 +66,8 @@ class Job:
         except Exception as error:
             raise RuntimeError(
                 f"lightning_topk: the {self.plan.topology.name} exchange of {self.name} ({self.gradient.numel()} "
-                f"elements) failed on {groups.place}: {error} (A rank that does not respond within the timeout of "
-                f"{groups.timeout} counts as lost.)"
+                f"elements) failed on rank {groups.rank} of {groups.world}: {error} (A rank that does not respond "
+                f"within the timeout of {groups.timeout} counts as lost.)"
             ) from error
 
     def _exchange(self, g: Tensor, groups: Groups, wait: Callable[[dist.Work], None] | None) -> None:
@@ -78,10 +78,10 @@ class Job:
         """
         now, plan = self.of, self.plan
         begun = mark(g.device) if now.timed else None
-        rank, world, local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
+        rank, world, local = groups.rank, groups.world, groups.local
         end = now.residuals.endpoint(self.bucket, plan, now.rates)
         rate = 1.0 if now.rates is None else now.residuals.rate(self.bucket, now.rates)
-        codecs, sent, reply = plan.codecs(now.step, now.epoch, end.uplink.selector), Volume(), None
+        codecs, sent, reply = plan.codecs(now.step, now.epoch, end.uplink.selector), plan.dense_volume, None
         exchange = guards.exchange(
             end, g, codecs, now.step, now.scale, self.used, now.measure, Applied(rate, self.clip)
         )
@@ -91,8 +91,8 @@ class Job:
                 sent += request_volume(request, rank, world, local)
                 if LOGGER.isEnabledFor(logging.DEBUG):
                     what = type(request).__name__, request.payload.numel(), request.among, request.direction
-                    where = groups.place, now.step, self.name  # not the job, which a record of the log would keep
-                    LOGGER.debug("%s, step %d, %s: %s of %d elements among %s, %s", *where, *what)
+                    where = rank, world, now.step, self.name  # not the job, which a record of the log would keep
+                    LOGGER.debug("rank %d of %d, step %d, %s: %s of %d elements among %s, %s", *where, *what)
                 across_nodes = request.among == "all" and 1 < local < world
                 reply = collectives.perform(request, groups.among[request.among], wait, across_nodes)
         except StopIteration as stopped:
@@ -105,5 +105,5 @@ class Job:
         if now.weighs:
             energy = torch.where(outcome.finite, reference.energy(plan.compressed_part(g)), torch.nan)
         now.records[self.place] = Record(
-            self.bucket, plan, outcome, sent + plan.dense_volume, min(k, plan.layout.numel), begun, ended, energy
+            self.bucket, plan, outcome, sent, min(k, plan.layout.numel), begun, ended, energy
         )

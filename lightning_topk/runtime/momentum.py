@@ -240,8 +240,9 @@ class _Member:
             waited = torch.zeros_like(local, dtype=torch.uint8)
         self.waited = waited  # D - 1 of each entry
         self._buffer, self._shape, self._kind = local, local.shape, ops.kind_of(local, waited, local_part(p))
-        shapes = [(x, torch.Size() if name == "step" else local.shape) for name, x in self.state.items()]
-        self._fusible = not self.first and all(_fusible(x, shape) for x, shape in shapes)
+        moments = [x for name, x in self.state.items() if name != "step"]
+        steps = [x for name, x in self.state.items() if name == "step"]
+        self._fusible = not self.first and _fusible(local.shape, *moments) and _fusible(torch.Size(), *steps)
 
     def stepped(self, out: Tensor, other: Tensor | None, rule: Rule, fuses: bool) -> tuple[Stepped, ops.Kind | None]:
         """The arguments of :func:`.catch_up_`; ``fuses`` if :meth:`may_fuse` is known to be true."""
@@ -255,16 +256,19 @@ class _Member:
 
     def may_fuse(self) -> bool:
         """Whether a fused step can take its tensors; on a CPU it checks neither shapes nor strides."""
-        p, gradient, shape = self.p, self.p.grad, self._shape
-        return self._fusible and _fusible(p, shape) and (gradient is None or _fusible(gradient, shape))
+        p, gradient = self.p, self.p.grad
+        return self._fusible and _fusible(self._shape, p, p if gradient is None else gradient)
 
 
 _PLAIN, _FLOAT, _STRIDED = {Tensor, Parameter}, torch.float32, torch.strided  # global names are faster than attributes
 
 
-def _fusible(x: Tensor, shape: torch.Size) -> bool:
-    plain = type(x) in _PLAIN and x.dtype is _FLOAT and x.layout is _STRIDED
-    return plain and not x.is_cuda and x.is_contiguous() and x.shape == shape
+def _fusible(shape: torch.Size, *several: Tensor) -> bool:
+    for x in several:
+        plain = type(x) in _PLAIN and x.dtype is _FLOAT and x.layout is _STRIDED
+        if not plain or x.is_cuda or not x.is_contiguous() or x.shape != shape:
+            return False
+    return True
 
 
 ALIGNED = 64

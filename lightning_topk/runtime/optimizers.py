@@ -152,14 +152,9 @@ class Optimizers(Watch):
         if self.clipping is not None:
             self.clipping.begin_pass()
 
-    def expect(self, bucket: Bucket, step: int, epoch: int) -> None:
-        """Expects the delivery of a bucket: with FSDP2, an optimizer may step its parameters before the pass ends."""
-        if self._buckets.delivers_everything(bucket, step, epoch):
-            self.adapted = frozenset(self.adapted).difference(self._held_by_optimizers(bucket))
-
-    def clip_of(self, bucket: Bucket, device: torch.device) -> Tensor | None:
-        """The user's clipping, see :class:`lightning_topk.core.guards.Applied`; None if no optimizer is known."""
-        return None if self.clipping is None else self.clipping.of(bucket, device)
+    def expect_all_of(self, bucket: Bucket) -> None:
+        """Expects all of a bucket: with FSDP2, an optimizer may step its parameters before the pass ends."""
+        self.adapted = frozenset(self.adapted).difference(self._held_by_optimizers(bucket))
 
     @override
     def stepped(self, optimizer: Optimizer) -> None:

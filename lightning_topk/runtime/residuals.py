@@ -139,7 +139,7 @@ class Residuals:
         for p, kept in zip(parameters, several, strict=True):
             alike = rates.group_of.get(p), kept.unit
             if alike not in known:
-                known[alike] = _ratio(kept.unit, rates.of(p), rates.in_last_step(p), rates.stepped, last)
+                known[alike] = _ratio(kept.unit, rates.of(p), rates.in_last_step(p), any(rates.last), last)
             ratio, kept.unit = known[alike]
             ratios.append(ratio)
         now = ratios[max(range(len(parameters)), key=end.plan.parts.sizes.__getitem__)]
@@ -159,9 +159,7 @@ class Residuals:
         for bucket in [bucket for bucket in self._live if not parameters.isdisjoint(bucket)]:
             end = self._live.pop(bucket)
             for link in end.links:
-                for tensor in link.memory.tensors().values():
-                    if tensor.is_cuda:  # possibly created on another stream, and still in use on this one when freed
-                        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                ops.use_here(*link.memory.tensors().values())
             rate = self._rates.pop(bucket, 1.0)
             for name, worker in end.uplink.memory.tensors().items():  # the parameters have views of it
                 end.add_served(name, worker, end.plan.world)
@@ -265,8 +263,7 @@ class Residuals:
         return [
             f"lightning_topk: the residuals of {count} parameter{'s' * (count > 1)} were dropped, since {reason}: the "
             "gradients in them are lost."
-            for reason, count in dropped.items()
-            if count
+            for reason, count in (+dropped).items()
         ]
 
     def shares(
@@ -378,7 +375,5 @@ def _joined(parts: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor) 
     """Joins the memories of parameters: ``[sum of sizes]``, dtype and device of ``like``; zero for missing ones."""
     zero = torch.zeros((), dtype=like.dtype, device=like.device)  # not a whole model's zeros on the CPU
     found = [zero.expand(size) if part is None else part for part, size in zip(parts, sizes, strict=True)]
-    for part in found:
-        if part.is_cuda:  # possibly created on another stream, such as a checkpoint's, and freed after this
-            part.record_stream(torch.cuda.current_stream(part.device))
+    ops.use_here(*found)  # made on another stream, if a checkpoint's, and freed after this
     return torch.cat([part.to(like.device, like.dtype) for part in found])

@@ -15,30 +15,35 @@ every processor rounds alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.bucket import Bucket
+from lightning_topk.runtime.groups import gathered
 from lightning_topk.runtime.passes import Record
 
 FIRST, LAST = 8, 1024
 """Passes until the first decision; each later one comes after twice as many, at most after ``LAST``."""
 WINDOW = 8
 """Passes that are measured before a decision."""
+CPU = torch.device("cpu")
 LEAST, MOST = 0.1, 10.0
 """Bounds of a bucket's weight."""
 
-Gather = Callable[[list[float]], list[list[float]]]
-"""Returns the values of all ranks that exchange shards of the same gradients."""
-
 
 class Shares:
-    """Measures the energies of buckets, and decides about their shares."""
+    """Measures the energies of buckets, and decides about their shares.
 
-    def __init__(self, gather: Gather = lambda mine: [mine]) -> None:
-        self._gather = gather
+    ``shards`` is the group of all ranks that exchange a shard of the same gradients on this ``device``, if there are
+    several.
+    """
+
+    def __init__(self, device: torch.device = CPU, shards: dist.ProcessGroup | None = None) -> None:
+        self._device, self._shards = device, shards
         self._reset()
 
     def _reset(self) -> None:
@@ -76,7 +81,9 @@ class Shares:
         rows = [dict(zip(buckets, energies.tolist(), strict=True)) for buckets, energies in self._measured]
         rows = [row for row in rows if all(map(math.isfinite, row.values()))]
         self._next, self._measured = self._next + min(self._next, LAST), []
-        shards = self._gather([_mean([row.get(bucket, 0.0) for row in rows]) for bucket in numels])  # some are empty
+        used = [[energy for row in rows if (energy := row.get(bucket, 0.0))] for bucket in numels]
+        mine = [fmean(each) if each else 0.0 for each in used]
+        shards = [mine] if self._shards is None else gathered(mine, self._device, self._shards)
         energies = [*map(math.fsum, zip(*shards, strict=True))]
         pairs = [*zip(energies, numels.values(), strict=True)]
         total, count = math.fsum(energy for energy, numel in pairs if numel), sum(numels.values())
@@ -85,9 +92,3 @@ class Shares:
         roots = [math.sqrt(energy / numel * (count / total)) if energy * numel else 1.0 for energy, numel in pairs]
         weights = [min(MOST, max(LEAST, root * math.sqrt(math.sqrt(root)))) for root in roots]
         return dict(zip(numels, weights, strict=True))
-
-
-def _mean(energies: Sequence[float]) -> float:
-    """The mean over the passes that used a bucket."""
-    used = [*filter(None, energies)]
-    return math.fsum(used) / len(used) if used else 0.0

@@ -41,6 +41,8 @@ class HookState:
 
     shards_per_node = 1
     """Ranks of this node, this one included, that each exchange a shard of the same gradients."""
+    shards: dist.ProcessGroup | None = None
+    """Those of them that hold the other shards of this rank's parameters, and this one."""
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class HookState:
         groups, self.config, uneven = connect(config, device, process_group, timeout, local_world_size)
         self.device = device
         self.groups: Groups | None = groups
-        self.rank, self.world, self.local = dist.get_rank(groups.all), dist.get_world_size(groups.all), groups.local
+        self.rank, self.world, self.local = groups.rank, groups.world, groups.local
         self.residuals: Residuals = Residuals() if earlier is None else earlier.residuals
         self._epoch = epoch or (lambda: 0)
         self.steps: int = 0 if earlier is None else earlier.steps
@@ -72,8 +74,7 @@ class HookState:
         self.buckets = Buckets(self.config, self.world, groups.local)
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
-        clipping = self.clipping()
-        self.shares = Shares(self.from_shards)
+        clipping, self.shares = Clipping(self.shards), Shares(device, self.shards)
         self.telemetry = telemetry = Telemetry(self.shards_per_node, clipping, self.shares)
         self.optimizers = Optimizers(
             optimizers, scaler, self.config, self.buckets, self.held_by_optimizers, telemetry, self._say, clipping
@@ -147,10 +148,6 @@ class HookState:
             self.buckets.share(weights)
             messages.LOGGER.debug("the buckets' shares of the bytes, over their mean: %s", [*weights.values()])
 
-    def from_shards(self, mine: list[float]) -> list[list[float]]:
-        """Gathers values from all ranks that exchange shards of these gradients; an adapter of shards overrides it."""
-        return [mine]
-
     def exchange(self, bucket: Bucket, gradient: Tensor, name: str, used: Tensor | None = None) -> Future:
         """Queues the exchange of a bucket's gradient in this pass.
 
@@ -160,12 +157,14 @@ class HookState:
         lane, now = self.lane(gradient.device), self._begun("exchange")
         now.buckets.append(bucket)
         now.records += [None] * (gradient.numel() > 0)  # an empty one is not exchanged
-        self.optimizers.expect(bucket, now.step, now.epoch)
-        clip = self.optimizers.clip_of(bucket, gradient.device)
-        if clip is not None and lane.stream is not None:
-            clip.record_stream(lane.stream)
-        plan, place = self.buckets.plan_of(bucket), len(now.records) - 1
-        return lane.submit(Job(gradient, bucket, plan, name, used, clip, now, place))
+        plan, clipping, clip = self.buckets.plan_of(bucket), self.optimizers.clipping, None
+        if plan.topology.compresses and plan.wire.name == "fp32" and plan.codecs(now.step, now.epoch).whole:
+            self.optimizers.expect_all_of(bucket)
+        if clipping is not None:
+            clip = clipping.of(bucket, gradient.device)
+            if lane.stream is not None:
+                clip.record_stream(lane.stream)
+        return lane.submit(Job(gradient, bucket, plan, name, used, clip, now, len(now.records) - 1))
 
     def held_by_optimizers(self, members: Collection[Tensor]) -> Collection[Tensor]:
         """The parameters of members of buckets, as optimizers hold them, in order: here the members themselves."""
@@ -194,10 +193,6 @@ class HookState:
         if self.current is None:
             raise RuntimeError(f"{method} was called outside a pass: call begin_pass before its first gradient.")
         return self.current
-
-    def clipping(self) -> Clipping:
-        """Makes the estimate of the user's clipping; an adapter of shards overrides it."""
-        return Clipping()
 
     def _collect(self) -> None:
         self.telemetry.collect()

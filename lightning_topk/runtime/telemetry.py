@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightning_topk.core import ops
 from lightning_topk.runtime.applied import Clipping
 from lightning_topk.runtime.passes import Mark, Pass, Record, seconds
 from lightning_topk.runtime.shares import Shares
@@ -122,10 +123,9 @@ class Telemetry:
         if norms:  # then all have them
             self._clipping.fold([record.bucket for record in records], norms)
         failed = torch.stack([~record.outcome.finite for record in records]).any()
-        before = self._nonfinite_steps
-        if isinstance(before, Tensor) and before.is_cuda:  # possibly created on another stream, and freed here
-            before.record_stream(torch.cuda.current_stream(before.device))
-        self._nonfinite_steps = before + failed
+        if isinstance(self._nonfinite_steps, Tensor):
+            ops.use_here(self._nonfinite_steps)
+        self._nonfinite_steps = self._nonfinite_steps + failed
 
     @property
     def exchanged(self) -> bool:

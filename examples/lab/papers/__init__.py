@@ -5,4 +5,4 @@ Each command trains, measures or counts through the exchange that a cluster runs
 """
 
 CLAIMS = ("counterexample", "saving", "bound", "distribution", "operators", "convergence", "tuning", "speedup")
-"""The claims of the papers; ``saving-curves`` and ``at-size`` are our own experiments, which take long."""
+"""The claims of the papers; the other commands are our own experiments, of which some take hours."""

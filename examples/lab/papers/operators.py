@@ -69,7 +69,7 @@ def _times(result: Result, device: torch.device, where: str) -> dict[str, float]
     return {row["selector"]: row["passes"] for row in rows if row["d"] == f"{10**7:,}"}
 
 
-def _select(make: Callable[[], Selector], u: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _select(make: Callable[[], Selector], u: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return make().select(u, Layout(len(u)), k)  # a new selector, since randk caches its positions
 
 
@@ -86,10 +86,10 @@ def _quality(result: Result) -> dict[tuple[str, str], tuple[float, float]]:
         k = k_of(len(u), RATIO)
         exact = u.abs().topk(k).values.square().sum()
         for name, make in SELECTORS.items():
-            _, value, count = _select(make, u, k)
+            _, value = _select(make, u, k)
             over, energy = quality[shape, name] = (passing(make(), u, k) / k, float(value.square().sum() / exact))
             row: Row = {"vector": shape, "selector": name, "over the threshold / k": over}
-            rows.append({**row, "sent / k": int(count) / k, "energy / exact": energy})
+            rows.append({**row, "sent / k": int(value.count_nonzero()) / k, "energy / exact": energy})
     return quality
 
 

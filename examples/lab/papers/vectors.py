@@ -156,5 +156,5 @@ def drawn(numel: int) -> dict[str, Tensor]:
 def error(u: Tensor, ratio: float) -> float:
     """‖u - TopK(u)‖² / ‖u‖², with the library's selector."""
     u = u.double()
-    _, value, _ = TopK().select(u, Layout(len(u)), k_of(len(u), ratio))
+    _, value = TopK().select(u, Layout(len(u)), k_of(len(u), ratio))
     return float(1 - value.square().sum() / u.square().sum())

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -37,8 +36,8 @@ from lightning_topk.adapters.fsdp import checkpoint as sharded_checkpoint
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup, param_groups_of, watch_backward
 from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.applied import Clipping
-from lightning_topk.runtime.groups import check_agreement, gathered, on_device, on_failure
+from lightning_topk.runtime.groups import check_agreement, on_device, on_failure
+from lightning_topk.runtime.momentum import local_part
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.passes import mark
 from lightning_topk.runtime.state import HookState
@@ -55,7 +54,7 @@ class ShardState(HookState):
         self, model: torch.nn.Module, groups: Sequence[ParamGroup], replicas: dist.ProcessGroup, **arguments: Any
     ) -> None:
         self.shards_per_node = dist.get_world_size() // dist.get_world_size(replicas)
-        self._param_groups, self._replicas, self._shards = groups, replicas, groups[0].shards
+        self._param_groups, self._replicas, self.shards = groups, replicas, groups[0].shards
         self._group_of = {member: group for group in groups for member in group.proxies}
         self._names = {member: group.names[member] for member, group in self._group_of.items()}
         sharded, named = {*self._names.values()}, all_names_of(model)
@@ -176,19 +175,6 @@ class ShardState(HookState):
         self.end_pass(self._ready)
 
     @override
-    def clipping(self) -> Clipping:
-        return Clipping(self.shards_per_node, self._sum_over_shards)
-
-    @override
-    def from_shards(self, mine: list[float]) -> list[list[float]]:
-        return gathered(mine, self.device, self._shards)
-
-    def _sum_over_shards(self, x: Tensor) -> Tensor:
-        """Adds up a tensor over the ranks that hold the other shards of this replica. A collective."""
-        dist.all_reduce(x, group=self._shards)
-        return x
-
-    @override
     def close(self) -> None:
         # FSDP's hook stays: without it FSDP would continue, and replicas would diverge.
         for watch in (watch for group in self._param_groups for watch in group.watches):
@@ -289,7 +275,7 @@ def _broadcast(model: torch.nn.Module, replicas: dist.ProcessGroup, device: torc
     """Broadcasts the first replica's weights and buffers to the others, shard by shard."""
     first = dist.get_global_rank(replicas, 0)
     for tensor in (*model.parameters(), *model.buffers()) if dist.get_world_size(replicas) > 1 else ():
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        local = local_part(tensor).detach()
         sent = local.to(device).contiguous()  # shards may be offloaded to the CPU
         dist.broadcast(sent, first, group=replicas)
         if sent.data_ptr() != local.data_ptr():

@@ -129,8 +129,7 @@ class CompressionMonitor(Callback):
         state = _state(trainer)
         if state is not None:
             telemetry = state.telemetry
-            if telemetry.exchanged:
-                telemetry.drop_report()  # LearningRateFinder's steps call no callbacks
+            telemetry.drop_report()  # of LearningRateFinder's steps, which call no callbacks
             limit = math.inf if trainer.max_steps < 0 else trainer.max_steps
             last = trainer.global_step + max(1, len(trainer.optimizers)) >= limit
             last |= self._even and trainer.is_last_batch  # uneven epochs end at different steps

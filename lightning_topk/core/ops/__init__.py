@@ -74,6 +74,13 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
 
 
+def use_here(*several: Tensor) -> None:
+    """Keeps the memory of tensors that were possibly created on another stream until the current one has used them."""
+    for each in several:
+        if each.is_cuda:
+            each.record_stream(torch.cuda.current_stream(each.device))
+
+
 def separate(x: Tensor) -> Any:
     """The version whose functions each do one step with ``x``: of selecting, or of coding positions."""
     return (fast(x.device) if on_cpu(x) else None) or reference

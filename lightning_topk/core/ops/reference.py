@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -142,6 +142,7 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     return torch.nonzero_static(chosen, size=rows.shape[0] * k)[:, 1].view(rows.shape[0], k)
 
 
+@cache
 def sample_of(layout: Layout, k: int, least: int) -> tuple[int, int]:
     """How to find a magnitude that slightly more than k entries per shard should reach: from a sample.
 
