@@ -306,7 +306,12 @@ class Buckets:
         return changed
 
     def share(self, weights: Mapping[Bucket, float]) -> None:
-        """Plans all buckets of a step with bytes in proportion to their weights, see :func:`share_out`."""
+        """Plans all buckets of a step with bytes in proportion to their weights, see :func:`share_out`.
+
+        Without any, those that had weights are planned without them when they are next exchanged.
+        """
+        for bucket in self._weights if not weights else ():
+            self._plans.pop((bucket, bucket[0].dtype), None)
         self._weights = weights
         self.plan_together([*weights])
 

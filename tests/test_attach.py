@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.optim.swa_utils import AveragedModel
 
@@ -358,3 +359,20 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
         message = refusal(loss_of, model, rank, 0)
     torch.testing.assert_close(*ends, atol=1e-6, rtol=0)
     assert "join(divide_by_initial_world_size=False) is not supported" in message
+
+
+@on_ranks(2)
+def test_a_rank_without_data_shares_bytes_out_as_the_others_do(rank, world):
+    """Its learning rate stays behind, so what is delivered to two buckets has another unit there."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 60), nn.Linear(60, 60))
+    model, optimizer = ddp(net, bucket_cap_mb=0.01), SGD(net.parameters(), lr=0.1)
+    state = attach(model, saving=20, optimizer=optimizer)
+    scheduler = ExponentialLR(optimizer, 0.8)
+    with model.join():
+        for step in range(4 + 16 * rank):
+            train(model, rank, [step], optimizer)
+            scheduler.step()
+    first, second = (state.buckets.plan_of(bucket).density() for bucket in state.last_buckets)
+    assert first != second, "a decision was made"
+    assert alike(ranks.weights(net))

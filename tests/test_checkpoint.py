@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainers import fit
+from trainers import Module, fit, trainer_of
 
 from lightning_topk import TopKStrategy
 from lightning_topk.adapters.lightning import _resume
@@ -330,6 +330,22 @@ def test_a_trainer_resumes_with_residuals_also_from_and_to_plain_ddp(groups, tmp
 
 def linked(rank: int, world: int, folder: Path, ckpt: Path) -> float:
     return epochs(rank, world, folder, 2, "topk", ckpt, {"plugins": AsyncCheckpointIO()}, save_last="link")
+
+
+@pytest.mark.trainer
+@on_ranks(2)
+def test_a_fit_that_fails_before_the_model_is_wrapped_leaves_nothing_to_the_next(rank, world, tmp_path):
+    def found(trainer: Any, module: nn.Module) -> None:
+        seen.append((trainer.strategy.topk_state.steps, bool(share(trainer.strategy.topk_state, module).any())))
+
+    path, seen = tmp_path / "one.ckpt", []
+    fit(rank, world, max_steps=3)[0].save_checkpoint(path)
+    look = LambdaCallback(on_train_start=found)
+    trainer = trainer_of(rank, world, TopKStrategy(ratio=0.05), [look], max_steps=9)
+    with mock.patch.object(DistributedDataParallel, "__init__", side_effect=KeyError), pytest.raises(KeyError):
+        trainer.fit(Module(), ckpt_path=path)
+    trainer.fit(Module())
+    assert seen == [(0, False)]
 
 
 def fail(trainer: Any, *_: Any) -> None:

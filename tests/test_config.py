@@ -25,7 +25,7 @@ from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.runtime.messages import saving_warnings, startup_warnings
-from lightning_topk.runtime.shares import FIRST, LEAST, Shares
+from lightning_topk.runtime.shares import FIRST, LEAST, Shares, energy
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import Volume, volume
@@ -231,7 +231,7 @@ def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets
     shares, buckets = Shares(), [(torch.ones(1),) for _ in range(3)]
     numels = dict(zip(buckets, (100, 100, 50), strict=True))
 
-    def decided(energies: list[float], used: int = 1) -> list[float] | None:
+    def decided(energies: list[float], used: int = 1) -> list[float]:
         """With energies of which the first is 0 but in every ``used``-th pass."""
         for number in range(FIRST):
             assert not shares.due
@@ -240,8 +240,7 @@ def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets
                 values = [torch.inf] * 3 if number == 3 else [energies[0] * (number % used == 0), *energies[1:]]
                 shares.fold([mock.Mock(bucket=b, energy=torch.tensor(e)) for b, e in zip(buckets, values, strict=True)])
         assert shares.due
-        weights = shares.decide(numels)
-        return None if weights is None else [*weights.values()]
+        return shares.decide(numels)
 
     large, small, other = decided([1600.0, 100.0, 50.0])
     assert (large / small, small / other) == pytest.approx((16**0.625, 1.0))
@@ -250,9 +249,18 @@ def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets
     assert (large, small) == (pytest.approx(2.5**0.625), LEAST)
     unused, large, small = decided([0.0, 1600.0, 50.0])
     assert (unused, large / small) == (1.0, pytest.approx(16**0.625))
-    assert decided([0.0] * 3) is None
+    assert decided([0.0] * 3) == []
     numels[buckets[0]] = 0  # not compressed: its energy does not count
     assert decided([1e9, 100.0, 50.0]) == pytest.approx([1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_the_energy_of_a_large_sparse_matrix_is_estimated_from_a_part_of_it(dtype):
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, 768, generator=random) * (torch.rand(4096, 768, generator=random) < 0.06)
+    x = (x * torch.arange(768)).to(dtype)  # some columns are larger
+    torch.testing.assert_close(energy(x.view(-1)), x.double().square().sum(), rtol=0.1, atol=0)
+    assert energy(torch.zeros(5, dtype=dtype)) == 0
 
 
 def test_buckets_that_send_everything_or_nothing_less_keep_their_plans():

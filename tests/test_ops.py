@@ -268,23 +268,6 @@ def test_is_finite_finds_one_bad_element_and_accepts_a_large_one(value, place):
     assert bool(reference.is_finite(x)) == bool(reference.is_finite(x.view(2, -1))) == math.isfinite(value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 100.0])
-def test_an_energy_has_the_same_bits_in_any_order(dtype, scale):
-    x = (torch.randn(10_001, generator=torch.Generator().manual_seed(0)) ** 3).to(dtype) * scale
-    found = reference.energy(x)
-    assert all(reference.energy(x[torch.randperm(len(x))]) == found for _ in range(5))
-    torch.testing.assert_close(found, x.double().square().sum(), rtol=1e-3, atol=1e-40)
-    assert reference.energy(torch.zeros(5)) == 0
-
-
-def test_the_energy_of_a_large_sparse_matrix_is_estimated_from_a_part_of_it():
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(4096, 768, generator=random) * (torch.rand(4096, 768, generator=random) < 0.06)
-    x *= torch.arange(768)  # some columns are larger
-    torch.testing.assert_close(reference.energy(x.view(-1)), x.double().square().sum(), rtol=0.1, atol=0)
-
-
 def test_the_fast_version_is_found_whatever_the_default_dtype_is(monkeypatch):
     """Lightning's bf16-true changes it during training_step, and so during a manual backward."""
     monkeypatch.setattr(ops, "fast", ops.fast.__wrapped__)

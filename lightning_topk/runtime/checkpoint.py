@@ -85,7 +85,7 @@ def undelivered(
     A tensor is valid until the next one is yielded, so that only one bucket more is in memory. A collective: ``sum_``
     adds the shares of the group's ranks in place, on all of them or on one.
     """
-    world = dist.get_world_size(group)
+    world, wanted = dist.get_world_size(group), {*parameters}
     for kind in ("residual", "velocity") if config.momentum else ("residual",):
         for several, share, sums in residuals.shares(kind, parameters, world, device):
             try:
@@ -97,7 +97,8 @@ def undelivered(
                     "not on rank 0 only."
                 ) from error
             for parameter, total in zip(several, sums, strict=True):
-                yield kind, parameter, by_index(total, residuals.form(parameter))
+                if parameter in wanted:
+                    yield kind, parameter, by_index(total, residuals.form(parameter))
 
 
 class _OnRank0:

@@ -19,9 +19,8 @@ from lightning_topk.bucket import Bucket
 from lightning_topk.core import guards
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.guards import Applied
-from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import request_volume
-from lightning_topk.runtime import collectives
+from lightning_topk.runtime import collectives, shares
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.runtime.passes import Pass, Record, mark
@@ -103,7 +102,7 @@ class Job:
         ended = mark(g.device) if now.timed else None
         energy = None
         if now.weighs:
-            energy = torch.where(outcome.finite, reference.energy(plan.compressed_part(g)), torch.nan)
+            energy = torch.where(outcome.finite, shares.energy(plan.compressed_part(g)), torch.nan)
         now.records[self.place] = Record(
             self.bucket, plan, outcome, sent, min(k, plan.layout.numel), begun, ended, energy
         )

@@ -272,15 +272,16 @@ class Residuals:
         """Yields this rank's share of the memory ``name`` that ``world`` ranks hold, bucket by bucket.
 
         The sum of all ranks' shares of the same parameters is the gradient not yet delivered: the mean of the workers'
-        parts, and the servers'. The last item splits the sum into ``[numel]`` for each parameter. All shares of a dtype
-        are made in the same memory, one bucket's, on the device.
+        parts, and the servers'. The last item splits the sum into ``[numel]`` for each parameter, also the others of
+        its bucket. All shares of a dtype are made in the same memory, one bucket's, on the device.
         """
         rest = {parameter: number for number, parameter in enumerate(parameters)}
-        live = [(bucket, end) for bucket, end in self._live.items() if rest.keys() >= {*bucket}]
-        live.sort(key=lambda each: rest[each[0][0]])  # the order in which lanes made them may differ by rank
+        live = [(bucket, end) for bucket, end in self._live.items() if not rest.keys().isdisjoint(bucket)]
+        # The order in which lanes made them may differ by rank.
+        live.sort(key=lambda each: min(rest[p] for p in each[0] if p in rest))
         for bucket, _ in live:
             for parameter in bucket:
-                del rest[parameter]
+                rest.pop(parameter, None)
         others, sizes = [*_by_size(rest)], Counter[torch.dtype]()
         for _, end in live:
             sizes[end.dtype] = max(sizes[end.dtype], end.plan.parts.count * end.plan.parts.numel)

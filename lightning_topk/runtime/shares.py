@@ -30,6 +30,8 @@ FIRST, LAST = 8, 1024
 """Passes until the first decision; each later one comes after twice as many, at most after ``LAST``."""
 WINDOW = 8
 """Passes that are measured before a decision."""
+SAMPLE = 1 << 15
+"""Elements of a bucket from which its energy is estimated, up to twice as many."""
 CPU = torch.device("cpu")
 LEAST, MOST = 0.1, 10.0
 """Bounds of a bucket's weight."""
@@ -72,11 +74,10 @@ class Shares:
         """Whether it is time to decide."""
         return self._passes >= self._next
 
-    def decide(self, numels: Mapping[Bucket, int]) -> dict[Bucket, float] | None:
-        """The weight of each bucket's bytes, for buckets of ``numels`` compressed elements; None without any energy.
+    def decide(self, numels: Mapping[Bucket, int]) -> list[float]:
+        """The weight of each bucket's bytes, for buckets of ``numels`` compressed elements; empty without any energy.
 
-        A bucket counts with the passes that used it; if none did, its weight is 1. The same on every rank. Waits for
-        the device.
+        A bucket counts with the passes that used it; if none did, its weight is 1. Waits for the device.
         """
         rows = [dict(zip(buckets, energies.tolist(), strict=True)) for buckets, energies in self._measured]
         rows = [row for row in rows if all(map(math.isfinite, row.values()))]
@@ -84,11 +85,15 @@ class Shares:
         used = [[energy for row in rows if (energy := row.get(bucket, 0.0))] for bucket in numels]
         mine = [fmean(each) if each else 0.0 for each in used]
         shards = [mine] if self._shards is None else gathered(mine, self._device, self._shards)
-        energies = [*map(math.fsum, zip(*shards, strict=True))]
-        pairs = [*zip(energies, numels.values(), strict=True)]
-        total, count = math.fsum(energy for energy, numel in pairs if numel), sum(numels.values())
-        if not total or not count:
-            return None
-        roots = [math.sqrt(energy / numel * (count / total)) if energy * numel else 1.0 for energy, numel in pairs]
-        weights = [min(MOST, max(LEAST, root * math.sqrt(math.sqrt(root)))) for root in roots]
-        return dict(zip(numels, weights, strict=True))
+        pairs = [*zip(map(sum, zip(*shards, strict=True)), numels.values(), strict=True)]
+        total, count = sum(energy for energy, numel in pairs if numel), sum(numels.values())
+        if not total:
+            return []
+        densities = [energy / numel * (count / total) if energy * numel else 1.0 for energy, numel in pairs]
+        return [min(MOST, max(LEAST, density ** (5 / 8))) for density in densities]
+
+
+def energy(g: Tensor) -> Tensor:
+    """The sum of squares of ``g`` ``[numel]``, scalar float64, estimated from elements at equal distances."""
+    some = g[:: g.numel() // SAMPLE | 1]  # an odd distance meets all columns of most matrices
+    return torch.linalg.vector_norm(some, dtype=torch.float64).square() * (g.numel() / some.numel())

@@ -20,7 +20,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint, messages
 from lightning_topk.runtime.applied import Clipping
-from lightning_topk.runtime.groups import Groups, connect, on_failure
+from lightning_topk.runtime.groups import Groups, connect, gathered, on_failure
 from lightning_topk.runtime.jobs import Job
 from lightning_topk.runtime.lanes import Future, StreamLane, ThreadLane
 from lightning_topk.runtime.optimizers import Optimizers
@@ -138,15 +138,15 @@ class HookState:
         )
 
     def _share_out(self) -> None:
-        """Divides the bytes of a step among its buckets anew."""
+        """Divides the bytes of a step among its buckets anew, as rank 0 decides. A collective."""
         plans = {bucket: self.buckets.plan_of(bucket) for bucket in self.last_buckets}
         compressed = {
             key: plan.numel - plan.uncompressed_numel if plan.topology.compresses else 0 for key, plan in plans.items()
         }
-        weights = self.shares.decide(compressed)
-        if weights is not None:
-            self.buckets.share(weights)
-            messages.LOGGER.debug("the buckets' shares of the bytes, over their mean: %s", [*weights.values()])
+        weights = gathered(self.shares.decide(compressed), self.device, self.open_groups().all)[0]
+        if weights:
+            self.buckets.share(dict(zip(plans, weights, strict=True)))
+            messages.LOGGER.debug("the buckets' shares of the bytes, over their mean: %s", weights)
 
     def exchange(self, bucket: Bucket, gradient: Tensor, name: str, used: Tensor | None = None) -> Future:
         """Queues the exchange of a bucket's gradient in this pass.
@@ -178,10 +178,12 @@ class HookState:
         now, self.current = self._begun("end_pass"), None
         buckets = now.buckets
         now.ended, now.ready = True, ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
-        self.telemetry.end_pass(now)
         same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in self.last_buckets]
         self._unchanged = self._unchanged + 1 if same else 0
         self.shares.end_pass(same)
+        if not same:
+            self.buckets.share({})
+        self.telemetry.end_pass(now)  # from now on, any thread may fold it
         self.optimizers.end_pass()
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if not (same and self.buckets.together) and (changed := self.buckets.plan_together(buckets)):

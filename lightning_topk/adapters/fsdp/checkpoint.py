@@ -38,7 +38,8 @@ def collect(
     replicas: dist.ProcessGroup,
 ) -> dict[str, Any]:
     """Creates the entry of sharded residuals, on the CPU. A collective, between two backward passes."""
-    group_of = {member: group for group in groups for member in group.trained}
+    trained = {p for group in groups for p in group.trained}
+    group_of = {p: group for group in groups for p in group.proxies if p in trained or p in residuals}
     found: dict[str, Any] = {"residual": {}}
     sum_ = partial(dist.all_reduce, group=replicas)
     for kind, member, total in undelivered(residuals, group_of, config, groups[0].device, replicas, sum_):

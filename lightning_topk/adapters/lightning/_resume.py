@@ -20,6 +20,7 @@ class Resumes(Strategy):
     config: TopKConfig
     topk_state: Any = None
     _last: Any = None
+    _resumed: Any = None  # the entry to resume with, until the model is wrapped
 
     def _check(self, residual_checkpoint: bool, local_world_size: int | None) -> None:
         """Checks and stores two arguments of the constructor."""
@@ -64,7 +65,7 @@ class Resumes(Strategy):
     @override
     def teardown(self) -> None:
         """Closes the state in use; its residuals stay, on the CPU."""
-        state, self.topk_state = self.topk_state, None
+        state, self.topk_state, self._resumed = self.topk_state, None, None
         try:
             if state is not None:
                 state.close()

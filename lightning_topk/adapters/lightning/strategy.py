@@ -104,7 +104,6 @@ class TopKStrategy(Resumes, DDPStrategy):
         check_known("TopKStrategy", ddp_kwargs, takers)
         check_ddp_options(ddp_kwargs)
         super().__init__(start_method=start_method, **ddp_kwargs)
-        self._resumed: dict[str, Any] | None = None
         self._frozen: list[Tensor] = []
 
     @override

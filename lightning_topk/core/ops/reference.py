@@ -79,22 +79,6 @@ def join_parts(rows: Tensor, parts: NodeShards, out: Tensor) -> None:
     torch.cat([row[: max(0, size - begin)] for size, begin, row in ends], out=out)
 
 
-ENERGY_STEPS, ENERGY_SAMPLE = 32767, 1 << 15
-"""Steps into which :func:`energy` divides the largest magnitude, and about how many elements it takes at most."""
-
-
-def energy(g: Tensor) -> Tensor:
-    """The sum of squares of ``g`` ``[numel]``, scalar float64, estimated from elements at equal distances.
-
-    Integers are added up, so every device gets the same bits.
-    """
-    some = g[:: g.numel() // ENERGY_SAMPLE | 1].contiguous()  # an odd distance meets all columns of most matrices
-    largest = torch.linalg.vector_norm(some, math.inf).float().clamp(min=torch.finfo(torch.float32).tiny)
-    steps = (some.float() * (ENERGY_STEPS / largest)).nan_to_num(0.0).round_().to(torch.int32)
-    total = steps.square_().sum(dtype=torch.int64).double() * (g.numel() / some.numel())
-    return total * (largest.double() / ENERGY_STEPS).square()
-
-
 def is_finite(x: Tensor) -> Tensor:
     """Whether every element of ``x``, of any nonempty shape, is finite: a scalar bool."""
     if x.device.type != "cpu":  # two launches, of which one reads x
