@@ -390,9 +390,10 @@ def main() -> None:
         draw(at_size.panels(found, setups), RUNS / "at-size.svg")
         draw([at_size.gap_over_steps(found, "gpt")], RUNS / "batch.svg")
         found, lags = Runs(RUNS / "lag.jsonl"), []
-        for batch, rate in ((4, 0.01), (32, 0.017)):
-            lags.append(lag.empty_panel("gpt", batch))
-            lag.table(found, "gpt", batch, rate, (500, 1000, 2000), (10, 25, 50, 100, 200), lags[-1])
+        for model, batch, rates in (("gpt", 4, [0.01]), ("gpt", 32, [0.017, 0.01]), ("convnet", 128, [0.03])):
+            lags.append(lag.empty_panel(model, batch))
+            for rate in rates:
+                lag.table(found, model, batch, rate, (500, 1000, 2000), (10, 25, 50, 100, 200), lags[-1])
         draw(lags, RUNS / "lag.svg")
         values = (
             ("error", "topk/uplink_error"),
