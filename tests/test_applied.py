@@ -182,6 +182,17 @@ def test_a_pass_that_is_not_finite_leaves_the_estimates():
         clipping.after_step(optimizer, lambda bucket: bucket)
 
 
+class Turns(nn.Module):
+    """Networks of which a pass uses one."""
+
+    def __init__(self, nets: nn.ModuleList) -> None:
+        super().__init__()
+        self.nets = nets
+
+    def forward(self, x: torch.Tensor, turn: int) -> torch.Tensor:
+        return self.nets[turn](x)
+
+
 class Clipped(Module):
     """The gradients of one batch are a hundred times as large."""
 
@@ -209,6 +220,24 @@ def test_a_trainers_clipping_and_schedule_are_found(rank, world):
     assert evidence > 0
     assert [rates[0] for _, rates in found] == pytest.approx([1e-3 * (step + 1) / 4 for step in range(8)])
     assert entered[6] < 2 * entered[5] + 0.2, "the spike was clipped"
+
+
+@on_ranks(2)
+def test_clipping_of_two_networks_in_turn_is_found(rank, world):
+    """Each optimizer zeroes and clips its own gradients; the other network's wait meanwhile."""
+    nets = nn.ModuleList([nn.Linear(20, 30), nn.Linear(20, 30)])
+    optimizers = [SGD(net.parameters(), lr=1e-3) for net in nets]
+    model, state = attached(Turns(nets), {"find_unused_parameters": True}, ratio=0.1, optimizer=optimizers)
+    for step in range(12):
+        net, optimizer = nets[step % 2], optimizers[step % 2]
+        optimizer.zero_grad()
+        model(ranks.batch(rank, step), step % 2).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1e-2)
+        optimizer.step()
+    state.begin_pass()
+    norm, _, evidence, _ = state.optimizers.clipping.limit
+    assert math.isclose(norm, 1e-2, rel_tol=1e-2)
+    assert evidence > 0
 
 
 @on_ranks(2)

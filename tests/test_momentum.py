@@ -490,6 +490,21 @@ def test_the_state_of_the_optimizer_is_its_own_beside_one_byte_per_entry():
     assert member is unused
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_parameter_may_change_its_dtype_between_two_steps(dtype):
+    """As by ``Module.to``. Its momentum stays float32."""
+    moved = []
+    for adapts in (False, True):
+        parameter = nn.Parameter(torch.ones(SIZE))
+        optimizer, exchange = SGD([parameter], lr=0.125, momentum=0.5), nn.Module()
+        if adapts:
+            adapt_momentum([optimizer], exchange)
+        stepped(optimizer, parameter, [torch.ones(SIZE)] * 2)
+        parameter.data = parameter.data.to(dtype)
+        moved.append(stepped(optimizer, parameter, [torch.ones(SIZE, dtype=dtype)] * 2))
+    torch.testing.assert_close(*moved)
+
+
 @pytest.mark.parametrize("kind", [SGD, AdamW])
 @on_ranks(2)
 def test_ranks_agree_on_weights_and_steps_that_send_everything_equal_ddps_to_the_bit(rank, world, kind):

@@ -11,7 +11,7 @@ from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.guards import exchange
 from lightning_topk.runtime.applied import Rates
-from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.residuals import FALL, Residuals
 from lightning_topk.simulate import Cluster
 
 NUMELS = (700, 1, 300, 64)
@@ -159,3 +159,17 @@ def test_the_energies_of_the_parameters_add_up_to_that_of_the_worker_while_the_r
         rate = residuals.rate(bucket, rates)
     assert rate == 0.5
     torch.testing.assert_close(sum(residuals.worker_energies().values()), residuals.worker_energy())
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD with momentum", "SGD"])
+def test_a_rate_that_falls_and_rises_again_and_again_neither_enlarges_nor_starves_what_waits(kind):
+    """A warm restart in every fourth step."""
+    parameter, residuals, found = nn.Parameter(torch.zeros(64)), Residuals(), []
+    plan, factors = plan_bucket(TopKConfig(ratio=0.1), [64], 2), [1.0, 0.5, 0.1, 1e-3] * 50
+    for now, last in zip(factors, [0.0, *factors], strict=False):
+        rates = Rates({parameter: 0}, (kind,), (now,), (last,))
+        residuals.endpoint((parameter,), plan, rates)
+        found.append(residuals.rate((parameter,), rates))
+    assert found[::4] == pytest.approx([1.0] * 50)
+    assert found[1::4] == pytest.approx([0.5 if kind == "SGD" else FALL] * 50)
+    assert found[3::4] == pytest.approx([1e-3 if kind == "SGD" else FALL**3] * 50)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -168,6 +169,19 @@ def synchronised_late(rank: int, say: Say, case: str) -> None:
             optimizer.zero_grad()
 
 
+def accumulated(rank: int, say: Say, case: str) -> None:
+    """Two backward passes a step, of which one is exchanged."""
+    net = four_layers()
+    optimizer = sgd(net)
+    model, _ = attached(net, ratio=0.1, optimizer=optimizer, announce=say)
+    for step in range(2):
+        optimizer.zero_grad()
+        for number in (0, 1):
+            with nullcontext() if number == (case == "exchanged last") else model.no_sync():
+                loss_of(model, rank, 2 * step + number).backward()
+        optimizer.step()
+
+
 WARNINGS = {
     "outside": "DDP does not reduce ",
     "drift": "SGD took a step with gradients that were not exchanged",
@@ -198,6 +212,8 @@ CASES = [
     *((outside, case, None) for case in ("ignored", "frozen")),
     (synchronised_late, "too late", "drift"),
     (synchronised_late, "in time", None),
+    (accumulated, "exchanged first", "drift"),
+    (accumulated, "exchanged last", None),
 ]
 """A scenario, its case, and the one warning that it gives."""
 

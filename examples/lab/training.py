@@ -302,13 +302,12 @@ class Workers:
         self.sent_bytes = self.cluster.sent_bytes
         self._clippings = [Clipping() for _ in range(workers)]
         self._bucket = (torch.empty(0),)
-        self._rate, self._over = 0.0, 1.0  # of the last step, and over that in whose unit the residuals are
+        self._first, self._over = 0.0, 1.0  # the rate in whose unit the residuals are, and the last one over it
 
     def step(self, gradients: Sequence[Tensor], epoch: int, rate: float, least: float) -> list[Tensor]:
         """Exchanges the gradients ``[d]`` of a step with this learning rate, ``least`` of the one before at least."""
-        if self._rate and rate:
-            self._over *= max(least, rate / self._rate)
-        self._rate = rate or self._rate
+        self._first = self._first or rate
+        self._over = max(rate / self._first, least * self._over) if rate else self._over
         for each in self._clippings:
             each.begin_pass()
         clips = [each.of(self._bucket, gradients[0].device) for each in self._clippings]
@@ -323,7 +322,8 @@ class Workers:
         """Shows the workers the gradients of a step of the optimizers, after their clipping."""
         every = [p for each in optimizers for group in each.param_groups for p in group["params"]]
         for each in self._clippings:
-            each.after_step(optimizers[0], lambda _: every)
+            for optimizer in optimizers:
+                each.after_step(optimizer, lambda _: every)
 
 
 @contextmanager
@@ -410,7 +410,7 @@ def train(
             run.seen.append(observe(getattr(ranks, "cluster", ranks), gradients))
         if isinstance(ranks, Workers):
             rate = optimizer.rate(step, steps)
-            least = 0.0 if optimizer.kind == "SGD" else FALL
+            least = 0.0 if optimizer.kind == "SGD" and not optimizer.momentum else FALL
             delivered = ranks.step(gradients, step // epoch_steps, rate, least)
         else:
             delivered = ranks.step(gradients, epoch=step // epoch_steps)

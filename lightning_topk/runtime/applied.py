@@ -6,7 +6,7 @@ gradients of many steps, and delivers them later. So that each of them counts as
 
 **The rate** ``u_t`` is the optimizer's, relative to the one in whose unit the residual is. Only changes of the rate
 matter, so groups of different rates compete for payloads as before. A falling rate enlarges what waits; for optimizers
-other than SGD, whose squares of gradients that would spoil, by a ninth a step at most.
+other than SGD without momentum, which would keep the large gradients, by a hundredth a step at most.
 
 **The clipping** ``c_t = min(1, C / n_t)`` depends on C, which the user's code knows, and on the norm ``n_t`` of the
 mean gradient, which no rank knows before the exchange of the first bucket. Both are estimated without communication:
@@ -47,7 +47,7 @@ SURE = 5
 class Unit(NamedTuple):
     """The unit of a residual: at this rate of this optimizer, it is a gradient. Unknown if the rate is 0."""
 
-    optimizer: str = ""  # its class: rates of different ones do not compare
+    optimizer: str = ""  # see `kind_of`: rates of different kinds do not compare
     rate: float = 0.0
 
     def over(self, other: Unit) -> float:
@@ -56,13 +56,21 @@ class Unit(NamedTuple):
 
 
 UNKNOWN = Unit()
+PLAIN = "SGD"
+"""The kind of SGD without momentum, whose weights move by gradient times rate."""
+
+
+def kind_of(optimizer: Optimizer, group: Mapping[str, object]) -> str:
+    """The class of a group's optimizer, and whether SGD has momentum."""
+    name = type(optimizer).__name__
+    return f"{name} with momentum" if name == PLAIN and group.get("momentum") else name
 
 
 class Rates(NamedTuple):
     """Learning rates of a pass, by parameter group; 0 where a group has none, or one that only the device knows."""
 
     group_of: Mapping[Tensor, int]  # by member of a bucket
-    optimizers: tuple[str, ...]  # their classes
+    optimizers: tuple[str, ...]  # their kinds
     now: tuple[float, ...]
     last: tuple[float, ...]  # in the last step that was taken
 
@@ -97,7 +105,8 @@ class Clipping:
         self._means: Sequence[Tensor] | Tensor = ()  # [buckets, 3]: own, delivered norms squared and weights, added up
         self._delivered: Tensor | None = None  # [buckets] squares of delivered norms in the last pass
         self._passed: Tensor | None = None  # the square of the norm with which optimizers have stepped since
-        self._stepped: set[int] = set()  # numbers of the buckets in it
+        self._stepped: set[Tensor] = set()  # the parameters of these optimizers
+        self._complete = False  # whether every bucket has some of them
         self.limit: Tensor | None = None
         """``[4]``: the norm to which the user clips, the last factor, how sure the norm is, slack; None at first."""
         self._acted: Tensor | None = None  # whether the exchange clipped in the last pass
@@ -123,17 +132,17 @@ class Clipping:
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer, held_by_optimizers: Callable[[Bucket], Collection[Tensor]]) -> None:
-        """Measures the gradients with which an optimizer has stepped.
+        """Measures the gradients with which optimizers have stepped since the pass, after this one's step.
 
-        Those of the buckets that share a parameter with it, or with one that has stepped since the pass.
+        Gradients of another optimizer's turn are not among them (those of a GAN's other network).
         """
         if self._delivered is None:
             return
         scale = getattr(optimizer, "grad_scale", None)  # of a fused step, which has not unscaled the gradients
-        own = set(all_parameters(optimizer))
-        members = [held_by_optimizers(bucket) for bucket in self._buckets]
-        self._stepped |= {number for number, each in enumerate(members) if not own.isdisjoint(each)}
-        grads = [local_part(p.grad) for number in self._stepped for p in members[number] if p.grad is not None]
+        self._stepped.update(all_parameters(optimizer))
+        members = [[p for p in held_by_optimizers(bucket) if p in self._stepped] for bucket in self._buckets]
+        self._complete = all(members)
+        grads = [local_part(p.grad) for several in members for p in several if p.grad is not None]
         found = [each.coalesce().values() if each.is_sparse else each for each in grads if each.numel()]
         if found:
             wide = torch.float32 if all(each.itemsize <= 4 for each in found) else torch.float64
@@ -147,8 +156,8 @@ class Clipping:
             return
         delivered, device = self._delivered, self._delivered.device
         assert isinstance(self._means, Tensor)
-        complete = self._passed is not None and len(self._stepped) == len(self._buckets)
-        after = self._passed if self._passed is not None and complete else delivered.new_full((), torch.nan)
+        known = self._passed is not None and self._complete
+        after = self._passed if self._passed is not None and known else delivered.new_full((), torch.nan)
         ops.use_here(delivered, self._means, after)
         own, mean, weight = self._means.unbind(1)
         energies = (mean / weight).nan_to_num(0.0)  # of a bucket whose only gradients so far were not finite

@@ -188,7 +188,8 @@ class AdaptedMomentum:
             self._replace([p], "grad", [p.grad.to_dense()])
         if own is None:  # its first step; momentum is zero
             member = self.members[p] = _Member(p, None, torch.zeros_like(p), None)
-        elif member is None or state is not member.state or own is not member.own:
+        elif member is None or state is not member.state or own is not member.own or p.dtype != member.dtype:
+            self._temporary = _Temporary()  # of gradients, which have the parameter's dtype
             if own.is_sparse:  # of steps before it was adapted
                 own = state[self._name] = own.to_dense()
             member = self.members[p] = _Member(p, state, own, member.waited if member else None)
@@ -235,6 +236,7 @@ class _Member:
 
     def __init__(self, p: Tensor, state: dict[str, Any] | None, own: Tensor, waited: Tensor | None) -> None:
         self.p, self.first, self.state, self.own = p, state is None, {} if state is None else state, own
+        self.dtype = p.dtype  # Module.to may change it
         local = local_part(own)
         if waited is None or waited.shape != local.shape or waited.device != local.device:
             waited = torch.zeros_like(local, dtype=torch.uint8)

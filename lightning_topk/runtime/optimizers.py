@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.applied import Clipping, Rates, rate_of
+from lightning_topk.runtime.applied import Clipping, Rates, kind_of, rate_of
 from lightning_topk.runtime.groups import Groups, check_agreement, gathered
 from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, all_parameters
@@ -185,7 +185,7 @@ class Optimizers(Watch):
                 "lightning_topk: an optimizer's lr is a tensor on a GPU, and is not read, since that would synchronize "
                 "with the GPU. So residuals do not follow changes of the lr. Use a float if they should."
             )
-        kinds = tuple(type(each).__name__ for each in optimizers for _ in each.param_groups)
+        kinds = tuple(kind_of(each, group) for each in optimizers for group in each.param_groups)
         rates = tuple(rate_of(group) for each in optimizers for group in each.param_groups)
         self.rates = Rates(known, kinds, rates, (0.0,) * len(rates)) if known and self._same else None
 

@@ -24,10 +24,10 @@ from lightning_topk.core import ops
 from lightning_topk.core.endpoint import BucketPlan, Endpoint
 from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.ops import reference
-from lightning_topk.runtime.applied import UNKNOWN, Rates, Unit
+from lightning_topk.runtime.applied import PLAIN, UNKNOWN, Rates, Unit
 
-FALL = 0.9
-"""Least rate of a step over the one before that counts for what waits, unless the optimizer is SGD."""
+FALL = 0.99
+"""Least rate of a pass over the one before that counts for what waits, unless the optimizer is plain SGD."""
 TOGETHER = 1 << 21
 """Elements of memories that are collected together for a checkpoint, if they are in no bucket."""
 Form = tuple[tuple[int, ...], tuple[int, ...]]
@@ -86,7 +86,7 @@ class _Kept:
         """Changes the unit of the memories; ``last`` is that of the last step, theirs if it is unknown."""
         if self.parts:
             factor = (self.unit if self.unit.rate else last).over(unit)
-            factor = factor if unit.optimizer == "SGD" else min(factor, 1 / FALL)  # as `Residuals.rate` does
+            factor = factor if unit.optimizer == PLAIN else min(factor, 1 / FALL)  # as `Residuals.rate` does
             if factor not in (0, 1):
                 self.parts = {name: part * factor for name, part in self.parts.items()}
             self.unit = unit
@@ -342,17 +342,14 @@ class Residuals:
 def _ratio(unit: Unit, now: Unit, last: Unit, stepped: bool, before: float) -> tuple[float, Unit]:
     """The rate of a pass, ``now``, over a memory's unit; ``before`` if there is none. And the unit that it has by then.
 
-    ``last`` is the rate of the last step, if any was taken. SGD moves by gradient times rate. Other optimizers divide
-    by past gradients, which one that a falling rate has enlarged a hundred times would spoil for long: so for theirs a
-    step's rate counts as ``FALL`` of the one before at least.
+    ``last`` is the rate of the last step, if any was taken. Plain SGD moves by gradient times rate. Other optimizers
+    keep gradients, in a momentum or a second moment, beyond the next rise of the rate. One that a falling rate has
+    enlarged a hundred times would spoil them: so for theirs a rate counts as ``FALL`` of the one before at least.
     """
     if now.rate and (unit.optimizer != now.optimizer if unit.rate else stepped):
         unit = last._replace(rate=last.rate / before)
     ratio = now.over(unit) or before
-    if now.optimizer != "SGD" and ratio < FALL * before:
-        ratio = FALL * before
-        unit = now._replace(rate=now.rate / ratio)
-    return ratio, unit
+    return ratio if now.optimizer == PLAIN else max(ratio, FALL * before), unit
 
 
 def _by_size(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -11,10 +11,9 @@ Each warning names a case that trained badly without an error:
 The gradient of one parameter of each optimizer (:class:`_Watched`) shows the last::
 
     state       event                                            next state
-    nothing     backward computes the parameter's gradient       computed
+    any         backward computes the parameter's gradient       computed; if it was delivered and is None, a warning
     computed    the backward pass ends: it will be delivered     delivered
-    delivered   a step of an optimizer that has the parameter    nothing
-    delivered   before the next backward, the gradient is None   computed, with a warning
+    any         a step of an optimizer that has the parameter    nothing; if it was computed, a warning
 """
 
 from __future__ import annotations
@@ -177,8 +176,8 @@ class Watch:
             watched.stop()
             self._say(
                 "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the "
-                "delivered part is lost, and the rest arrives in a later step. Keep such a backward pass out of the "
-                "exchange with toggle_optimizer, requires_grad_(False) or no_sync(); see "
+                "delivered part is lost, unless you kept a copy, and the rest arrives in a later step. Keep such a "
+                "backward pass out of the exchange with toggle_optimizer, requires_grad_(False) or no_sync(); see "
                 "examples/guides/troubleshooting.md."
             )
 
@@ -198,8 +197,7 @@ class _Watched:
         lost, owner = self.state == "delivered" and self.parameter.grad is None, self._owner()
         if lost and self.steps and owner is not None:
             owner.warn_of_loss(self)
-        if lost or self.state == "nothing":
-            self.state = "computed"
+        self.state = "computed"
 
     def stop(self) -> None:
         """Removes the hook."""
