@@ -15,6 +15,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from ranks import alike, four_layers, loss_of, undelivered, weights
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from trainers import InThisProcess
 
@@ -72,6 +73,22 @@ def test_without_a_process_group_a_module_is_set_up_as_by_ddp_strategy(monkeypat
     net = nn.Linear(1, 1)
     assert strategy.setup_module(net) is made.return_value
     made.assert_called_once_with(module=net, device_ids=None, find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@on_ranks(2)
+def test_a_module_that_is_set_up_again_keeps_what_waits_of_the_layers_that_stay(rank, world, ignored):
+    """Each time with another head, and with a parameter that DDP ignores. A variable holds the model before."""
+    fabric, net, seen = fabric_of(rank, world, ratio=0.05), four_layers(), []
+    for number in range(3):
+        net[3] = nn.Linear(20, 20)
+        if ignored:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["2.bias"])
+        model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+        state = fabric.strategy.state_of(model)
+        seen.append((state.steps, net[0].weight in state.residuals, len(fabric.strategy.topk_states)))
+        train(fabric, [(model, optimizer)], rank, range(2 * number, 2 * number + 2))
+    assert seen == [(0, False, 1), (2, True, 1), (4, True, 1)]
 
 
 @on_ranks(2)

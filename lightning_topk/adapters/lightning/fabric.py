@@ -99,7 +99,7 @@ class TopKStrategy(DDPStrategy):
             ddp,
             self.config,
             timeout=self._timeout,
-            earlier=self._give_up(parameters),
+            earlier=self._give_up(module, parameters),
             epoch=lambda: self.epoch,
             optimizer=lambda: self._optimizers_of(parameters),
             scaler=getattr(self.precision, "scaler", None),
@@ -114,8 +114,8 @@ class TopKStrategy(DDPStrategy):
         known = [optimizer for each in self._set_up if (optimizer := each()) is not None]
         return [each for each in known if any(parameters & {*group["params"]} for group in each.param_groups)]
 
-    def _give_up(self, parameters: set[Any]) -> TopKState | None:
-        """Closes the states of a module with exactly these parameters, and of modules that no rank uses any more.
+    def _give_up(self, module: Module, parameters: set[Any]) -> TopKState | None:
+        """Closes the states of this module, of one with the same parameters, and of modules that no rank uses any more.
 
         Returns the closed state that exchanged any of the parameters, if it is only one. A collective.
         """
@@ -123,7 +123,9 @@ class TopKStrategy(DDPStrategy):
         mine = [ddp() is None for ddp, _ in self._states]
         everyones = gathered(mine, self.root_device) if mine else []
         for (_, state), *gone in zip(self._states, *everyones, strict=True):
-            if all(gone) or parameters == state.names.keys():
+            wrapped = state.model()
+            same = wrapped is not None and wrapped.module is module
+            if all(gone) or same or parameters == state.names.keys():
                 state.close()
                 closed.append(state)
         self._states = [each for each in self._states if each[1] not in closed]
