@@ -378,8 +378,8 @@ def test_momentum_buffers_catch_up_in_one_launch_like_in_the_reference(dtype, sk
             buffer, gradient = (each.to(dtype) for each in inputs("normal", numel))
             gradient[gradient.abs() < 1.5] = 0
             waited = (torch.arange(numel, device=DEVICE) % 256).clamp(max=254).to(torch.uint8)
-            lent = torch.empty_like(gradient) if rule.lends else None
-            several.append(Stepped(buffer, waited, gradient, torch.empty_like(buffer), buffer.flip(0), lent, rule))
+            other = torch.empty_like(gradient) if rule.replaces else None
+            several.append(Stepped(buffer, waited, gradient, torch.empty_like(buffer), buffer.flip(0), other, rule))
         before = [(each.buffer.clone(), each.waited.clone()) for each in several]
         if version is cuda:
             assert buffer.dtype in cuda.FLOATS

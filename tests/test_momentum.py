@@ -325,7 +325,7 @@ def test_a_state_loaded_after_the_first_step_is_kept(kind, options):
 
 
 def test_a_step_that_fails_leaves_the_optimizers_own_state():
-    """Also a gradient that accumulates afterwards: it lies in the memory that the failed step was lent."""
+    """Also a gradient that accumulates afterwards: it lies in the temporary memory of the failed step."""
     optimizer, parameter = adapted(Adam, weight_decay=0.1, foreach=False)
     stepped(optimizer, parameter, delivered(steps=2))
     own, parameter.grad = optimizer.state[parameter]["exp_avg"], torch.ones(SIZE)

@@ -214,8 +214,8 @@ def catching_up(shape: tuple[int, ...], rule: Rule, seed: int) -> Stepped:
     buffer, gradient, parameter = (torch.randn(shape, generator=generator) for _ in range(3))
     gradient[gradient.abs() < 1.5] = 0
     waited = (torch.arange(buffer.numel()) * 7 % 256).clamp(max=254).to(torch.uint8).view(shape)
-    lent = torch.full_like(gradient, 7.0) if rule.lends else None
-    return Stepped(buffer, waited, gradient, torch.full_like(buffer, 7.0), parameter, lent, rule)
+    replacement = torch.full_like(gradient, 7.0) if rule.replaces else None
+    return Stepped(buffer, waited, gradient, torch.full_like(buffer, 7.0), parameter, replacement, rule)
 
 
 @pytest.mark.parametrize("skipped", [None, 0.0, 1.0])

@@ -166,12 +166,12 @@ class AdaptedMomentum:
         """Steps the momentum buffers. The optimizer gets temporary ones, and the gradients that its rule asks for."""
         scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         members = [each for *_, several in steps for each in several]
-        replaced = [each.p for rule, _, several in steps if rule.lends for each in several]
+        replaced = [each.p for rule, _, several in steps if rule.replaces for each in several]
         temporary = self._temporary.like([each.own for each in members] + replaced)
         buffers, gradients = temporary[: len(members)], temporary[len(members) :]
         next_buffer, next_gradient, arguments = iter(buffers), iter(gradients), []
         for rule, fuses, several in steps:
-            made = next_gradient if rule.lends else repeat(None)
+            made = next_gradient if rule.replaces else repeat(None)
             arguments += [each.stepped(next(next_buffer), next(made), rule, fuses) for each in several]
         ops.catch_up_(arguments, scale, skipped, self._tables)
         self._replace(replaced, "grad", gradients)
@@ -376,8 +376,8 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     lr = _number(group["lr"]) + 1e-6  # not 0; the rate hardly depends on so small a one
     rate = (1 - kept(lr, m, a, decay, nesterov)) / lr
     # SGD's own step adds its decay once more, with nesterov 1 + m times, and multiplies the buffer by m.
-    settled = (rate - (1 + m) * decay) / m**2 if nesterov else (rate - a * decay) / m
-    return Rule(m, a, sign, decay, settled)
+    steady = (rate - (1 + m) * decay) / m**2 if nesterov else (rate - a * decay) / m
+    return Rule(m, a, sign, decay, steady)
 
 
 def _number(x: Any) -> Any:

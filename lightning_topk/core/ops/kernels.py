@@ -532,13 +532,13 @@ def catch_up(
     gradient = tl.load(row + 2).to(tl.pointer_type(GRADIENT))
     out = tl.load(row + 3).to(tl.pointer_type(BUFFER))
     parameter = tl.load(row + 4).to(tl.pointer_type(GRADIENT))
-    lent = tl.load(row + 5).to(tl.pointer_type(GRADIENT))
-    decays, lends = tl.load(row + 4) != 0, tl.load(row + 5) != 0
+    replacement = tl.load(row + 5).to(tl.pointer_type(GRADIENT))
+    decays, replaces = tl.load(row + 4) != 0, tl.load(row + 5) != 0
     numel, rule = tl.load(row + 6), rules + tl.load(row + 7) * 12
     at = (tl.program_id(0) - tl.load(row + 8)) * TILE + tl.arange(0, TILE)
     inside = at < numel
     momentum, weight, sign = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2)
-    decay, settled, waits = tl.load(rule + 3), tl.load(rule + 4), tl.load(rule + 5)
+    decay, steady, waits = tl.load(rule + 3), tl.load(rule + 4), tl.load(rule + 5)
     log_momentum, reach, over_momentum = tl.load(rule + 7), tl.load(rule + 8), tl.load(rule + 9)
     log_squares, memory = tl.load(rule + 10), tl.load(rule + 11)
     found = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
@@ -558,7 +558,7 @@ def catch_up(
     g += decay * tl.where(waits != 0, d + 1.0, tl.where(d == 0, 1.0, 0.0)) * x
     v = momentum * b + weight * g
     faded = tl.exp2(d * log_momentum)
-    shrinks = tl.where(here & (d == 0), 0.0, tl.where(settled == 0, 0.0, settled * x))
+    shrinks = tl.where(here & (d == 0), 0.0, tl.where(steady == 0, 0.0, steady * x))
     share = (1.0 - tl.exp2((d + 1.0) * log_squares)) * memory / (d + 1.0)
     less = tl.where(d == 0, g, tl.where(memory == 0, g, g * tl.sqrt(share)))
     moved = tl.where(here, b + (1.0 - faded) * reach * v + over_momentum * (g - less), 0.0) + shrinks
@@ -567,4 +567,4 @@ def catch_up(
     tl.store(waited + at, tl.where(here, 0, counted).to(tl.uint8), mask=inside)
     if SCALED:
         less *= tl.load(scale)
-    tl.store(lent + at, tl.where(here, sign * less, 0.0), mask=inside & lends)
+    tl.store(replacement + at, tl.where(here, sign * less, 0.0), mask=inside & replaces)

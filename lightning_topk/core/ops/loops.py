@@ -487,17 +487,17 @@ def catch_up(table, rules, scale, taken):
     Most entries are not delivered. The work for all of them is vectorised, tile by tile; a second loop visits the
     delivered ones.
     """
-    # m^d, 1 + ... + m^(d-1), and the share of a gradient that is lent, for d steps waited
+    # m^d, 1 + ... + m^(d-1), and the share of a gradient in its replacement, for d steps waited
     faded, reach, share = np.empty(255), np.empty(255), np.empty(255)
     marks = np.zeros(TILE, np.uint8)
     words = marks.view(np.uint64)
     known = -1
     for row in table:
-        numel, lends = row[6], row[5] != 0
+        numel, replaces = row[6], row[5] != 0
         b, waited = _floats(row[0], numel), carray(_bytes_at(row[1]), numel)
         g, out = _floats(row[2], numel), _floats(row[3], numel)
-        x, lent = _floats(row[4], numel), _floats(row[5], numel)
-        momentum, weight, sign, decay, settled, waits, squares = rules[row[7]]
+        x, replacement = _floats(row[4], numel), _floats(row[5], numel)
+        momentum, weight, sign, decay, steady, waits, squares = rules[row[7]]
         if row[7] != known:
             known, kept = row[7], squares  # n^(d+1)
             faded[0], reach[0], share[0] = 1, 0, 1
@@ -508,14 +508,18 @@ def catch_up(table, rules, scale, taken):
         for begin in range(0, numel, TILE):
             size = min(TILE, numel - begin)
             g_, b_, x_ = g[begin : begin + size], b[begin : begin + size], x[begin : begin + size]
-            out_, waited_, lent_ = out[begin : begin + size], waited[begin : begin + size], lent[begin : begin + size]
-            if settled != 0:
+            out_, waited_, replacement_ = (
+                out[begin : begin + size],
+                waited[begin : begin + size],
+                replacement[begin : begin + size],
+            )
+            if steady != 0:
                 for i in range(size):
-                    out_[i] = settled * x_[i]
+                    out_[i] = steady * x_[i]
             else:
                 out_[:] = 0
-            if lends:
-                lent_[:] = 0
+            if replaces:
+                replacement_[:] = 0
             if not taken:
                 continue
             marks[size:] = 0
@@ -531,11 +535,11 @@ def catch_up(table, rules, scale, taken):
                         gradient += decay * (d + 1) * x_[i]
                     v = momentum * b_[i] + weight * gradient
                     moved = b_[i] + reach[d] * v
-                    if lends:
+                    if replaces:
                         moved += weight / momentum * (1 - share[d]) * gradient
-                        lent_[i] = sign * gradient * share[d] * scale
-                    if settled != 0 and d > 0:
-                        moved += settled * x_[i]
+                        replacement_[i] = sign * gradient * share[d] * scale
+                    if steady != 0 and d > 0:
+                        moved += steady * x_[i]
                     out_[i] = moved
                     b_[i] = faded[d] * v
                     waited_[i] = 255

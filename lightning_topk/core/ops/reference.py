@@ -233,12 +233,12 @@ class Rule(NamedTuple):
     decay: float | Tensor = 0.0  # w, the factor of the parameter that is part of the gradient
     # What the optimizer's own step needs in the buffer, as a factor of the parameter, to decay an entry by as much as
     # dense training does in the long run; 0 if decay waits for the gradient.
-    settled: float | Tensor = 0.0
+    steady: float | Tensor = 0.0
     waits: bool = False  # whether the decay of all steps comes with the gradient
     squares: float | Tensor = 1.0  # n, the optimizer's factor of its mean of squares in each step; 1 if it has none
 
     @property
-    def lends(self) -> bool:
+    def replaces(self) -> bool:
         """Whether the optimizer's own step needs another gradient."""
         return self.waits or _differs(self.squares, 1.0)
 
@@ -251,7 +251,7 @@ class Stepped(NamedTuple):
     gradient: Tensor  # of any dtype, as the optimizer finds it
     out: Tensor  # of the buffer's dtype: becomes the buffer for the optimizer's own step
     parameter: Tensor  # x; read only with weight decay
-    lent: Tensor | None  # of the gradient's dtype: becomes the gradient for the optimizer's own step, or None
+    replacement: Tensor | None  # of the gradient's dtype: becomes the gradient for the optimizer's own step, or None
     rule: Rule
 
 
@@ -260,13 +260,13 @@ def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | N
 
     With v = m b + a (g + decay) of an entry that waited d steps, and whose gradient is not zero, the buffer becomes
     m^d v, and ``out`` what makes the optimizer move the entry by (1 + ... + m^d) v: b + (1 + ... + m^(d-1)) v, and more
-    if ``lent`` is less than g + decay. Other entries keep their buffer, and ``out`` is zero there; to both, unless d is
-    0, the decay of this step is added. ``waited`` becomes zero or is incremented.
+    if ``replacement`` is less than g + decay. Other entries keep their buffer, and ``out`` is zero there; to both,
+    unless d is 0, the decay of this step is added. ``waited`` becomes zero or is incremented.
 
     ``scale`` is the scalar by which the optimizer divides gradients. The scalar ``skipped`` is nonzero if it skips the
     step: then ``buffer`` and ``waited`` stay.
     """
-    buffer, waited, gradient, out, parameter, lent, rule = stepped
+    buffer, waited, gradient, out, parameter, replacement, rule = stepped
     taken = torch.ones((), dtype=torch.bool, device=buffer.device) if skipped is None else skipped == 0
     delivered = (gradient != 0) & taken
     wide = torch.promote_types(buffer.dtype, torch.float32)
@@ -279,15 +279,15 @@ def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | N
     v = rule.momentum * b + rule.weight * g
     faded = rule.momentum**d
     moved = b + (1 - faded) / (1 - rule.momentum) * v
-    if lent is not None:
+    if replacement is not None:
         squares = (1 - rule.squares ** (d + 1)) / ((d + 1) * (1 - rule.squares))
         less = g if not _differs(rule.squares, 1.0) else torch.where(first, g, g * squares.sqrt())
         moved = moved + rule.weight / rule.momentum * (g - less)
         less = rule.sign * less
-        lent.copy_(torch.where(delivered, less if scale is None else less * scale, 0.0))
+        replacement.copy_(torch.where(delivered, less if scale is None else less * scale, 0.0))
     moved = torch.where(delivered, moved, 0.0)
-    if _differs(rule.settled, 0.0):
-        moved = torch.where(delivered & first, moved, moved + rule.settled * x)
+    if _differs(rule.steady, 0.0):
+        moved = torch.where(delivered & first, moved, moved + rule.steady * x)
     out.copy_(moved)
     buffer.copy_(torch.where(delivered, faded * v, b))
     waited.add_((waited < 254) & taken).masked_fill_(delivered, 0)
@@ -309,9 +309,9 @@ def address_table(several: Sequence[Stepped]) -> tuple[list[list[int]], list[Rul
     rows = [
         [
             buffer.data_ptr(), waited.data_ptr(), gradient.data_ptr(), out.data_ptr(),
-            parameter.data_ptr() if rule.decay else 0, 0 if lent is None else lent.data_ptr(),
+            parameter.data_ptr() if rule.decay else 0, 0 if replacement is None else replacement.data_ptr(),
             buffer.numel(), numbers[id(rule)],
         ]
-        for buffer, waited, gradient, out, parameter, lent, rule in several
+        for buffer, waited, gradient, out, parameter, replacement, rule in several
     ]  # fmt: skip
     return rows, [*rules.values()]
