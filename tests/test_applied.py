@@ -54,6 +54,19 @@ def test_each_gradient_counts_at_the_rate_of_its_step(rank, world, schedules, dd
 
 
 @on_ranks(2)
+def test_parameters_that_change_their_group_count_at_its_rate(rank, world):
+    run = run_of(rank, groups=2)
+    one, other = run.optimizer.param_groups
+    other["lr"] = 0.01
+    for step in range(6):
+        if step == 3:
+            one["params"], other["params"] = other["params"], one["params"]
+        run.backward(step)
+        run.step()
+    run.check(applied=True, rtol=1e-4)
+
+
+@on_ranks(2)
 def test_a_rate_that_is_set_after_backward_counts_from_the_next_step_on(rank, world):
     """At first the optimizer has the rate that the warm-up leads to."""
     run = run_of(rank, lr=1.0)

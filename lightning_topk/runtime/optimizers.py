@@ -96,7 +96,7 @@ class Optimizers(Watch):
         self._same = True  # whether the ranks' optimizers have the same parameters
         self.adapted: Collection[Tensor] = ()
         """Parameters that the last pass compressed, or will compress if it has not ended."""
-        self._sizes: list[int] = []  # parameters in each group of the watched optimizers
+        self._groups: list[list[int]] = []  # ids of the parameters in each group of the watched optimizers
         self.renewed = False
         """Whether they were replaced or got parameters; the adapter that reads it resets it."""
         self._elsewhere: set[str] = set()  # parameters that only other ranks' optimizers had at attach
@@ -197,8 +197,8 @@ class Optimizers(Watch):
         now, compressed = self._now(), frozenset(self._held_by_optimizers(self._buckets.compressed))
         check_optimizers(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         self.compressed = compressed
-        sizes = [len(group["params"]) for each in now for group in each.param_groups]
-        if [*map(id, now)] == [id(each.optimizer()) for each in self.watched] and sizes == self._sizes:
+        groups = [[*map(id, group["params"])] for each in now for group in each.param_groups]
+        if [*map(id, now)] == [id(each.optimizer()) for each in self.watched] and groups == self._groups:
             return now
         AdaptedMomentum.release(self)
         if self._config.adapts_momentum:
@@ -207,7 +207,7 @@ class Optimizers(Watch):
             self._say.note(*notes)
             self._say(*warnings)
         self.watch(now)
-        self._sizes, self.renewed = sizes, True
+        self._groups, self.renewed = groups, True
         self._find_groups(now)
         if now and self._config.compresses:
             self._warn_of_idle(self.updated(), compressed)
