@@ -27,7 +27,7 @@ def run_of(rank: int, groups: int = 1, lr: float = 0.05, **options) -> ranks.Run
     parts = [net] if groups == 1 else [net[:2], net[2:]]
     optimizer = SGD([{"params": part.parameters()} for part in parts], lr=lr)
     ddp = options.pop("ddp", {"bucket_cap_mb": 0.001})
-    model, state = attached(net, ddp, ratio=0.05, optimizer=optimizer, **options)
+    model, state = attached(net, ddp, **{"ratio": 0.05, **options}, optimizer=optimizer)
     return ranks.Run(rank, four_layers(), net, model, state, optimizer)
 
 
@@ -35,13 +35,19 @@ def schedule(run: ranks.Run, *factors) -> LambdaLR:
     return LambdaLR(run.optimizer, [lambda step, own=own: own[min(step, len(own) - 1)] for own in factors])
 
 
+def whole_at_times(step: int) -> float:
+    return 1.0 if step % 3 == 2 else 0.05
+
+
 @pytest.mark.parametrize(
-    ("schedules", "ddp"), [(1, {"bucket_cap_mb": 0.001}), (1, {}), (2, {}), (2, {"static_graph": True})]
-)
+    ("schedules", "options"),
+    [(1, {}), (1, {"ddp": {}}), (2, {"ddp": {}}), (2, {"ddp": {"static_graph": True}}),
+     (1, {"ratio": whole_at_times, "wire": "fp32"}), (1, {"ratio": whole_at_times}), (1, {"ratio": 1.0})],
+)  # fmt: skip
 @on_ranks(3)
-def test_each_gradient_counts_at_the_rate_of_its_step(rank, world, schedules, ddp):
-    """Also if groups in one bucket have schedules of their own, and if the first rate is 0."""
-    run = run_of(rank, schedules, ddp=ddp)
+def test_each_gradient_counts_at_the_rate_of_its_step(rank, world, schedules, options):
+    """Also if groups in one bucket have schedules of their own, if the first rate is 0, and if every entry is sent."""
+    run = run_of(rank, schedules, **options)
     scheduler = schedule(run, *[WARM, [1.0, 1.0, 0.3, 0.3, 0.2, 0.1, 0.1, 1.0]][:schedules])
     for step in range(len(WARM)):
         run.backward(step)
@@ -97,6 +103,20 @@ def test_a_run_that_resumes_at_another_rate_delivers_what_waited_at_its_own(rank
         run.backward(5)
         torch.testing.assert_close(gradient(run.net).double(), run.own() + factor * waiting, atol=1e-6, rtol=1e-4)
         state.close()
+
+
+@on_ranks(2)
+def test_rates_before_a_checkpoint_was_loaded_do_not_count(rank, world):
+    """The learning rate finder steps at large rates, and then loads a checkpoint from before."""
+    net = four_layers()
+    optimizer = AdamW(net.parameters(), lr=1.0)
+    model, state = attached(net, ratio=0.05, optimizer=optimizer)
+    before = shared(state.state_dict())
+    ranks.train(model, rank, range(2), optimizer)
+    state.load_state_dict(before)
+    optimizer.param_groups[0]["lr"] = 1e-3
+    ranks.train(model, rank, range(3), optimizer)
+    assert {unit.rate for unit in state.residuals.units(state.optimizers.rates).values()} == {1e-3}
 
 
 @on_ranks(2)

@@ -175,6 +175,23 @@ def test_parameters_that_ddp_ignores_may_differ_by_rank(rank, world):
 
 
 @on_ranks(2)
+def test_arguments_of_ddp_that_change_its_buckets_must_be_the_same_on_every_rank(rank, world):
+    for name, values in {"find_unused_parameters": (False, True), "static_graph": (True, False)}.items():
+        model = DistributedDataParallel(four_layers(), **{name: values[rank]})
+        assert f"{name} is {values[0]} on rank 0 and {values[1]} on rank 1" in refusal(attach, model)
+    model = DistributedDataParallel(four_layers(), bucket_cap_mb=1 + rank)
+    assert "bucket_bytes_cap is 1048576 on rank 0 and 2097152 on rank 1" in refusal(attach, model)
+
+
+@on_ranks(2)
+def test_ranks_at_different_steps_do_not_mix_positions_that_they_do_not_send(rank, world):
+    model, state = attached(four_layers(), ratio=0.05, selector="randk")
+    state.steps = rank
+    with pytest.raises(RuntimeError, match="was sent for a different bucket, ratio or step"):
+        loss_of(model, rank, 0).backward()
+
+
+@on_ranks(2)
 def test_dense_parameters_may_name_a_tied_weight_by_any_of_its_names(rank, world):
     net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
     net[1].weight = net[0].weight

@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import math
 import multiprocessing
+import pickle
 import threading
 import weakref
 from datetime import timedelta
@@ -185,6 +187,8 @@ def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
         ("is (2, 3) of torch.float32 instead of (", holding(torch.zeros(2, 3))),
         ("of torch.int64 instead of", holding(torch.zeros(len(unsound), dtype=torch.int64))),
         ("", holding(torch.zeros(len(unsound)).to_sparse())),
+        ("has the unit ('SGD', nan)", changed(units={name: ["SGD", math.nan]})),
+        ("has the unit ('SGD', -1.0)", changed(units={name: ["SGD", -1.0]})),
         ("has a NaN or an infinity", holding(unsound)),
     ]
     said = [(words, refusal(state.load_state_dict, entry)) for words, entry in cases]
@@ -206,6 +210,31 @@ def test_a_state_dict_on_rank_0_alone_says_that_every_rank_must_call_it(rank, wo
 
 
 @on_ranks(2)
+def test_ranks_that_load_different_entries_are_told_to_load_the_same(rank, world):
+    model, state = attached(four_layers(), ratio=0.05)
+    loss_of(model, rank, 0).backward()
+    entry = ranks.shared(state.state_dict())
+    longer = refusal(state.load_state_dict, {**entry, "steps": 1 + rank})
+    assert "the step count is 1 on rank 0 and 2 on rank 1" in longer
+    name, *_ = entry["parameters"]
+    entry["parameters"][name]["residual"][rank] += 1
+    assert "the checksum of residuals is" in refusal(state.load_state_dict, entry)
+    state.close()
+    _, state = attached(four_layers(), ratio=0.05, timeout=timedelta(seconds=1))
+    said = "" if rank else refusal(state.load_state_dict, entry)
+    dist.barrier()
+    assert rank or "Call load_state_dict with the same entry on every rank" in said
+
+
+@on_ranks(2)
+def test_a_state_is_neither_copied_nor_pickled(rank, world):
+    _, state = attached(four_layers(), ratio=0.05)
+    assert copy.deepcopy({"topk": state})["topk"] is state
+    with pytest.raises(TypeError, match=r"Save what its state_dict\(\) returns"):
+        pickle.dumps(state)
+
+
+@on_ranks(2)
 def test_torch_distributed_checkpoint_refuses_to_save_the_residuals_of_a_ddp_model(rank, world, tmp_path):
     """Every rank's entry can be saved in a file of its own, but only rank 0's can be loaded."""
     _, state = attached(four_layers(), ratio=0.05)
@@ -215,6 +244,8 @@ def test_torch_distributed_checkpoint_refuses_to_save_the_residuals_of_a_ddp_mod
     for saved in (state, state.state_dict()):
         with pytest.raises(CheckpointException, match=r"Save rank 0's state\.state_dict\(\) with torch\.save"):
             dcp.save({"topk": saved}, checkpoint_id=tmp_path / "folder")
+    with pytest.raises(CheckpointException, match=r"Save rank 0's state\.state_dict\(\) with torch\.save"):
+        dcp.async_save({"topk": state.state_dict()}, checkpoint_id=tmp_path / "later").result()
     assert ("it comes from a rank other than 0" in said) == (rank != 0)
 
 

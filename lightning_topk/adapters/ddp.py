@@ -31,6 +31,10 @@ from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
 
 
+_SAME = ("find_unused_parameters", "static_graph", "bucket_bytes_cap", "bucket_bytes_cap_default")
+"""Attributes of DDP models that must be the same on every rank."""
+
+
 class TopKState(HookState):
     """State of the communication hook of one DDP model. Created by :func:`lightning_topk.attach`."""
 
@@ -251,7 +255,12 @@ def attach(
     state = TopKState(config, device, process_group=group, optimizers=optimizers, **arguments)
     state.model = ref(model)
     with on_failure(state.close):
-        check_agreement(described(names), "Build the same model on every rank.", device, state.open_groups().all)
+        check_agreement(
+            {**described(names), **{name: getattr(model, name) for name in _SAME}},
+            "Build the same model on every rank, and pass the same arguments to DistributedDataParallel.",
+            device,
+            state.open_groups().all,
+        )
         state.buckets.all_names = all_names_of(model.module)
         state.buckets.learn_names(names)
         state.open_groups().connect()

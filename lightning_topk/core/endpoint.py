@@ -28,11 +28,6 @@ class Codecs(NamedTuple):
     uplink: Codec
     reply: Codec
 
-    @property
-    def whole(self) -> bool:
-        """Whether payloads hold every entry, so that none waits for a later step."""
-        return all(each.k == each.universe for each in self)
-
 
 _codec = lru_cache(maxsize=1024)(Codec)  # asked for every bucket in every step
 
@@ -106,8 +101,15 @@ class BucketPlan:
             # Workers that draw the same positions send no others.
             down = up if shared is not None else min(size, self.world * up)
         make = _codec if shared is None else Codec  # a selector holds tensors: not in a cache
-        common = shared, self.tag, self.padding
+        tag = self.tag if shared is None else (self.tag + step) % 2**24  # ranks at other steps draw other positions
+        common = shared, tag, self.padding
         return Codecs(make(self.wire, size, up, *common), make(self.wire, size, down, *common))
+
+    @cached_property
+    def lossless(self) -> bool:
+        """Whether every pass delivers every entry exactly, so that none ever waits."""
+        fixed = isinstance(self.k, int) and isinstance(self.server_k, int | None)
+        return fixed and self.wire.name == "fp32" and all(each.k == each.universe for each in self.codecs())
 
     def _k_at(self, k: Varying, step: int, epoch: int, name: str) -> int:
         return self.layout.k_per_shard(k_of(self.layout.numel, ratio_at(k, step, epoch, name)))

@@ -116,7 +116,7 @@ def _exchange_used(end: Endpoint, g: Tensor, codecs: Codecs, step: Step, applied
         g.mul_((end.plan.clip_norm / norm(g, step.scale_in)).clamp(max=1))
     loss, own = step.scale_in, None if applied.clip is None else norm(g, step.scale_in, torch.float32)
     computed, places, total = own, [], None
-    if "worker" in end.plan.feedback and not codecs.whole:  # something waits in a residual
+    if "worker" in end.plan.feedback and not end.plan.lossless:  # something waits in a residual
         step, own = _as_applied(g, step, applied, own)
     if end.plan.uncompressed:
         parameters = g.split(end.plan.parts.sizes)

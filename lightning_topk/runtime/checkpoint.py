@@ -17,6 +17,8 @@ indices (:data:`.residuals.Form`).
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.applied import Unit
+from lightning_topk.runtime.groups import every_rank
 from lightning_topk.runtime.residuals import Residuals, by_index, by_memory, form_of
 
 KEY = "lightning_topk"
@@ -40,6 +43,10 @@ SHARDED = "sharded"
 """The mode of an entry whose residuals are in a folder beside it (:mod:`lightning_topk.adapters.fsdp.checkpoint`)."""
 ELSEWHERE = "on rank 0"
 """The mode of an entry from a rank other than 0, which has no residuals."""
+_TOGETHER = (
+    "Call state_dict(), or the Trainer's save_checkpoint, on every rank at the same point, between two backward passes; "
+    "not on rank 0 only."
+)
 _NOT_HERE = {
     SHARDED: "it is one file, converted from a folder, and the residuals are only in that folder",
     ELSEWHERE: "it comes from a rank other than 0, and only rank 0's has the residuals",
@@ -88,14 +95,8 @@ def undelivered(
     world, wanted = dist.get_world_size(group), {*parameters}
     for kind in ("residual", "velocity") if config.momentum else ("residual",):
         for several, share, sums in residuals.shares(kind, parameters, world, device):
-            try:
+            with every_rank("collecting the residuals for a checkpoint", _TOGETHER):
                 sum_(share)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    "collecting the residuals for a checkpoint failed: some rank did not take part. Call state_dict(), "
-                    "or the Trainer's save_checkpoint, on every rank at the same point, between two backward passes; "
-                    "not on rank 0 only."
-                ) from error
             for parameter, total in zip(several, sums, strict=True):
                 if parameter in wanted:
                     yield kind, parameter, by_index(total, residuals.form(parameter))
@@ -114,6 +115,9 @@ class _OnRank0:
             "strategy, pass residual_checkpoint=False to leave the residuals out."
         )
 
+    def __deepcopy__(self, memo: Any) -> _OnRank0:
+        return self  # async_save copies what it saves
+
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # torch.load(weights_only=True) reads it
 
@@ -123,8 +127,11 @@ def absent(reason: str, steps: int = 0) -> dict[str, Any]:
     return {"version": VERSION, "mode": "none", "reason": reason, "steps": steps}
 
 
-def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> None:
-    """Replaces this rank's residuals with those of an entry, unless it is damaged or belongs to another model."""
+def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> int:
+    """Replaces this rank's residuals with those of an entry, unless it is damaged or belongs to another model.
+
+    Returns a checksum of them.
+    """
     parameters = {name: parameter for parameter, name in names.items()}
     with explain_unreadable():
         _check(entry, parameters)
@@ -134,6 +141,10 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
         }
         units = {parameters[name]: Unit(*unit) for name, unit in entry.get("units", {}).items() if name in parameters}
     residuals.restore(memories, units)
+    checksum = 0
+    for part in (part for kept in memories.values() for part in kept.values()):
+        checksum = zlib.crc32(part.cpu().view(torch.uint8).numpy(), checksum)
+    return checksum
 
 
 @contextmanager
@@ -160,6 +171,9 @@ def _check(entry: Any, parameters: Mapping[str, Tensor]) -> None:
         raise ValueError(_NOT_HERE.get(entry["mode"]) or f"its mode is {entry['mode']!r:.50} instead of 'mean'")
     if type(entry["steps"]) is not int or entry["steps"] < 0:
         raise ValueError(f"steps={entry['steps']!r:.50} must be an integer of at least 0")
+    for name, (optimizer, rate) in entry.get("units", {}).items():
+        if not (isinstance(optimizer, str) and isinstance(rate, int | float) and 0 < rate < math.inf):
+            raise ValueError(f"the residual of {name!r} has the unit {(optimizer, rate)!r:.50}")
     strangers = sorted(entry["parameters"].keys() - parameters.keys())
     if strangers:
         raise ValueError(f"the model has no parameter {strangers[0]!r} (one of {len(strangers)} missing)")

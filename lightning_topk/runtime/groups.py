@@ -212,6 +212,15 @@ def gathered(value: Any, device: torch.device, group: dist.ProcessGroup | None =
     return rows
 
 
+@contextmanager
+def every_rank(action: str, remedy: str = "") -> Iterator[None]:
+    """Explains the failure of a collective inside, in which some rank did not take part."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"lightning_topk: {action} failed: some rank did not take part ({error}). {remedy}") from error
+
+
 def check_agreement(
     mine: Mapping[str, Any], remedy: str, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> None:

@@ -335,7 +335,7 @@ def adapt_momentum(optimizers: Iterable[Optimizer], requester: Any) -> tuple[lis
                 "delivered, then for all the steps that it waited; adapt_momentum=False leaves the optimizer unchanged."
             )
         elif has_momentum:
-            torchs = kind.__module__.startswith("torch.optim.")
+            torchs = f"{kind.__module__}.".startswith("torch.optim.")  # Muon's is torch.optim
             remedy = (
                 f" If {name} overrides the step of one of them, use that one, with hooks (register_step_pre_hook, "
                 "register_step_post_hook) for the rest. If it wraps one, pass the inner optimizer."

@@ -7,8 +7,9 @@ this module turns them into jobs, queues them on the lane, and collects their re
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint, messages
 from lightning_topk.runtime.applied import Clipping
-from lightning_topk.runtime.groups import Groups, connect, gathered, on_failure
+from lightning_topk.runtime.groups import Groups, check_agreement, connect, every_rank, gathered, on_failure
 from lightning_topk.runtime.jobs import Job
 from lightning_topk.runtime.lanes import Future, StreamLane, ThreadLane
 from lightning_topk.runtime.optimizers import Optimizers
@@ -143,7 +144,9 @@ class HookState:
         compressed = {
             key: plan.numel - plan.uncompressed_numel if plan.topology.compresses else 0 for key, plan in plans.items()
         }
-        weights = gathered(self.shares.decide(compressed), self.device, self.open_groups().all)[0]
+        groups = self.open_groups()
+        with every_rank("dividing a step's bytes among its buckets"):
+            weights = gathered(self.shares.decide(compressed), self.device, groups.all)[0]
         if weights:
             self.buckets.share(dict(zip(plans, weights, strict=True)))
             messages.LOGGER.debug("the buckets' shares of the bytes, over their mean: %s", weights)
@@ -158,7 +161,7 @@ class HookState:
         now.buckets.append(bucket)
         now.records += [None] * (gradient.numel() > 0)  # an empty one is not exchanged
         plan, clipping, clip = self.buckets.plan_of(bucket), self.optimizers.clipping, None
-        if plan.topology.compresses and plan.wire.name == "fp32" and plan.codecs(now.step, now.epoch).whole:
+        if plan.topology.compresses and plan.lossless:
             self.optimizers.expect_all_of(bucket)
         if clipping is not None:
             clip = clipping.of(bucket, gradient.device)
@@ -243,18 +246,39 @@ class HookState:
             raise RuntimeError("state_dict was called within a backward pass: call it between two backward passes.")
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
-        """Loads the residuals of a checkpoint, of any world size. Every rank must call it.
+        """Loads the residuals of a checkpoint, of any world size. A collective: every rank must call it.
 
         Args:
             entry: The entry that :meth:`state_dict` returned on rank 0.
 
         Raises:
-            RuntimeError: The state was closed.
-            ValueError: The entry is damaged or belongs to another model.
+            RuntimeError: The state was closed, or another rank did not call it.
+            ValueError: The entry is damaged, belongs to another model, or differs between the ranks.
         """
         self.open_groups()
-        checkpoint.restore(self.residuals, self.names, entry)
-        self.steps = entry["steps"]
+        try:
+            checksum = checkpoint.restore(self.residuals, self.names, entry)
+        except ValueError:
+            with suppress(ValueError):
+                self._agree_on_entry({})
+            raise
+        self.steps, rates = entry["steps"], self.optimizers.rates
+        if rates is not None:  # no step has followed
+            self.optimizers.rates = rates._replace(last=(0.0,) * len(rates.last))
+        self._agree_on_entry({"the step count": self.steps, "the checksum of residuals": checksum})
+
+    def _agree_on_entry(self, loaded: Mapping[str, int]) -> None:
+        """Checks that all ranks have loaded the same entry. A collective."""
+        remedy = "Call load_state_dict with the same entry on every rank."
+        with every_rank("comparing what the ranks have loaded", remedy):
+            check_agreement(loaded, remedy, self.device, self.open_groups().all)
+
+    def __deepcopy__(self, memo: Any) -> HookState:
+        """Returns the state itself, which belongs to its process groups: copies of what refers to it may be kept."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be saved. Save what its state_dict() returns.")
 
     def close(self) -> None:
         """Ends the lane and releases the process groups, but keeps the residuals."""

@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_topk.adapters.lightning._compat import Strategy, rank_zero_info
 from lightning_topk.config import TopKConfig, check_bool, check_count
 from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent
+from lightning_topk.runtime.groups import check_agreement
 
 
 class Resumes(Strategy):
@@ -39,6 +40,8 @@ class Resumes(Strategy):
             note=rank_zero_info,
             **arguments,
         )
+        same, state = {"residual_checkpoint": self._residual_checkpoint}, self.topk_state
+        check_agreement(same, "Pass the same arguments on every rank.", state.device, state.open_groups().all)
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
