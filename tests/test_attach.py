@@ -187,7 +187,7 @@ def test_arguments_of_ddp_that_change_its_buckets_must_be_the_same_on_every_rank
 def test_ranks_at_different_steps_do_not_mix_positions_that_they_do_not_send(rank, world):
     model, state = attached(four_layers(), ratio=0.05, selector="randk")
     state.steps = rank
-    with pytest.raises(RuntimeError, match="was sent for a different bucket, ratio or step"):
+    with pytest.raises(RuntimeError, match="was sent for another bucket, ratio or step"):
         loss_of(model, rank, 0).backward()
 
 

@@ -77,7 +77,7 @@ def test_a_payload_of_the_same_size_but_another_bucket_or_k_is_refused():
     codec.check(payload)
     for other in others:
         assert other.nbytes == codec.nbytes
-        with pytest.raises(ValueError, match="was sent for a different bucket, ratio or step"):
+        with pytest.raises(ValueError, match="was sent for another bucket, ratio or step"):
             other.check(payload)
 
 

@@ -80,7 +80,7 @@ class NodeShards:
         return sum(self.slices)
 
 
-DAMAGED = "is damaged, or was sent for a different bucket, ratio or step than this rank expects"
+DAMAGED = "is damaged, or was sent for another bucket, ratio or step than this rank expects"
 
 
 class DamagedError(ValueError):
