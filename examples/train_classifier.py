@@ -129,7 +129,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
     """The runs side by side. Bytes are those that rank 0 sent in the whole run; the error is the last step's."""
     lines = [f"{'strategy':<20}{'accuracy':>10}{'sent':>10}{'dense':>10}{'saving':>9}{'error':>8}"]
     for name, values in results.items():
-        sent, saving, error = (values[f"topk/{key}"] for key in ("total_bytes", "saving", "uplink_error"))
+        sent, saving, error = (values.get(f"topk/{key}", 0.0) for key in ("total_bytes", "saving", "uplink_error"))
         cells = format_bytes(sent), format_bytes(saving * sent)
         lines.append(f"{name:<20}{values['accuracy']:>10.2%}{cells[0]:>10}{cells[1]:>10}{saving:>8.1f}x{error:>8.3f}")
     return "\n".join(lines)

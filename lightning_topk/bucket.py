@@ -217,6 +217,8 @@ def for_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKCon
     Refuses uncompressed elements that use up the requested bytes.
     """
     saving = config.saving
+    if saving is None and config.compresses and uncompressed == numel > 0:
+        raise ValueError("dense_parameters are all parameters, so nothing is compressed. Pass fewer, or use DDP.")
     if saving is None or not uncompressed:
         return config
     rest = numel / saving - uncompressed

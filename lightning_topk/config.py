@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from numbers import Real
@@ -150,7 +152,11 @@ class TopKConfig:
 def _check_values(config: TopKConfig) -> None:
     """Refuses settings that are invalid by themselves."""
     for name in ("ratio", "server_ratio"):
-        if not varies(getattr(config, name)):
+        value: Any = getattr(config, name)
+        if varies(value):
+            if not isinstance(value, Schedule):
+                check_function(name, value, "the step", 0)
+        else:
             remedy = f"Use {name}=0.001 to send one entry in a thousand, 1 to send all."
             _check_number(config, name, lambda ratio: 0 < ratio <= 1, "in (0, 1]: the fraction that is sent", remedy)
     remedy = "Use saving=50 for a fiftieth of the bytes, topology='dense' to save none."
@@ -225,6 +231,8 @@ def _check_number(config: TopKConfig, name: str, allowed: Callable[[float], bool
         return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be a number {words}. {remedy}")
+    if abs(value) > sys.float_info.max:
+        raise ValueError(f"{name}={value!r:.50} must be finite. {remedy}")
     if not allowed(float(value)):  # this also refuses NaN
         raise ValueError(f"{name}={value!r} must be {words}. {remedy}")
 
@@ -244,10 +252,22 @@ def check_name(name: str, value: Any, known: Iterable[str], otherwise: str = "")
         raise ValueError(f"{name}={value!r} is unknown; {allowed}")
 
 
-def check_count(name: str, value: Any) -> int | None:
-    """Returns the value if it is None or a positive integer."""
+def check_function(name: str, value: Any, takes: str = "", *arguments: Any) -> None:
+    """Refuses a value that cannot be called with these arguments, which are ``takes`` in words."""
+    fits = callable(value)
+    with suppress(ValueError):  # a function of C may have no signature
+        try:
+            inspect.signature(value).bind(*arguments)
+        except TypeError:
+            fits = False
+    if not fits:
+        raise TypeError(f"{name}={value!r} must be a function of {takes or 'no arguments'}.")
+
+
+def check_count(name: str, value: Any, otherwise: str = "None") -> int | None:
+    """Returns the value if it is None or a positive integer; ``otherwise`` is None as the user writes it."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an integer, or None.")
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an integer, or {otherwise}.")
     if value is not None and value < 1:
         raise ValueError(f"{name}={value!r} must be at least 1.")
     return value

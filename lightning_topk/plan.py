@@ -34,7 +34,10 @@ def run(
     sizes, world = parameter_sizes(model, module, params), nodes * gpus_per_node
     if world < 2:
         raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
-    speed, buckets = link(inter)[0] / 8, exchanged_buckets(sizes)
+    (bits, delay), buckets = link(inter), exchanged_buckets(sizes)
+    if delay:
+        raise ValueError(f"--inter {inter}: plan counts bytes, and no round trips. Leave out what follows the slash.")
+    speed = bits / 8
     settings = TopKConfig(saving=saving, ratio=ratio)
     default = settings.resolve(world, gpus_per_node, gpus=True).topology
     rows, advice = [], ""
@@ -76,7 +79,10 @@ def parameter_sizes(model: str | None = None, module: str | None = None, params:
         return [each] * (params // each) + [params % each] * (params % each > 0)
     with torch.device("meta"):  # no memory, no initialisation
         net = make_module(model, module)
-    return [parameter.numel() for parameter in net.parameters() if parameter.requires_grad]
+    sizes = [parameter.numel() for parameter in net.parameters() if parameter.requires_grad]
+    if not sum(sizes):
+        raise ValueError(f"{model or module} has no trained parameters.")
+    return sizes
 
 
 def make_module(model: str | None = None, module: str | None = None) -> nn.Module:
@@ -118,10 +124,12 @@ def _advice(sent: Volume, speed: float, gpus: int, sizes: Sequence[int]) -> str:
     if messages <= of_bytes:
         return f"{words}."
     cap, whole = math.ceil(25 * messages / of_bytes), math.ceil(4 * sum(sizes) / 2**20)  # MiB
-    words += f": if each takes {1e6 * MESSAGE:.0f} µs of it, {1000 * messages:,.1f} ms, longer than the bytes. "
+    words += f": if each takes {1e6 * MESSAGE:.0f} µs of it, {1000 * messages:,.1f} ms, longer than the bytes."
+    if whole <= 25:
+        return words + " They are as few as can be: the model is one bucket."
     if cap < whole:
-        return words + f"Pass bucket_cap_mb={cap} or more, so that they take no longer."
-    return words + f"Pass bucket_cap_mb={whole}, one bucket, which has the fewest; they still take longer."
+        return words + f" Pass bucket_cap_mb={cap} or more, so that they take no longer."
+    return words + f" Pass bucket_cap_mb={whole}, one bucket, which has the fewest; they still take longer."
 
 
 def exchanged_buckets(sizes: list[int]) -> list[list[int]]:

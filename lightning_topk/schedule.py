@@ -56,10 +56,10 @@ class Warmup(Schedule):
         name = type(self).__name__
         for each in ("ratio", "start"):
             value: Any = getattr(self, each)
-            if not (isinstance(value, Real) and 0 < float(value) <= 1):
+            if isinstance(value, bool) or not (isinstance(value, Real) and 0 < float(value) <= 1):
                 raise ValueError(f"{name}: {each}={value!r} must be a number in (0, 1].")
         lengths: list[Any] = [length for length in (self.steps, self.epochs) if length is not None]
-        if len(lengths) != 1 or not isinstance(lengths[0], Integral) or lengths[0] < 1:
+        if len(lengths) != 1 or isinstance(lengths[0], bool) or not isinstance(lengths[0], Integral) or lengths[0] < 1:
             raise ValueError(
                 f"{name}: pass either steps or epochs, an integer of at least 1; got steps={self.steps!r}, "
                 f"epochs={self.epochs!r}."
@@ -106,7 +106,7 @@ Ratio = float | Varying
 def ratio_at(ratio: Varying, step: int, epoch: int, name: str = "ratio") -> float:
     """Returns the ratio in force at a step; refuses a value outside (0, 1]. ``name`` is the setting's."""
     value: Any = ratio.at(step, epoch) if isinstance(ratio, Schedule) else ratio(step)
-    with suppress(TypeError):  # no number
+    with suppress(TypeError, ValueError, RuntimeError):  # no number, or several
         if 0 < value <= 1:
             return float(value)
     raise ValueError(f"{name}={ratio!r} returned {value!r} at step {step}; it must return a number in (0, 1].")

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -73,10 +74,10 @@ def ddp(net: nn.Module | None = None, **options) -> DistributedDataParallel:
 
 def replicated() -> nn.Module:
     """A module that torch replicates on a mesh of one dimension, as FSDP2 does on a mesh of two."""
-    try:
-        from torch.distributed._composable.replicate_with_fsdp import replicate
-    except ImportError:  # before torch 2.10
+    if torch.__version__ < "2.10":  # there by DDP
         return replicate_by_ddp(nn.Linear(3, 3))
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
     return replicate(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (2,)))
 
 
@@ -108,7 +109,13 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
         "the optimizer of 'bias' is Adam on rank 0 and missing on rank 1": (
             ddp(net), {"optimizer": Adam([*net.parameters()][: 2 - rank])},
         ),
-        "epoch=3 must be a function": (ddp(), {"epoch": 3}),
+        "epoch=3 must be a function of no arguments": (ddp(), {"epoch": 3}),
+        "optimizer=<class 'torch.optim.sgd.SGD'> must be a function of no arguments": (ddp(), {"optimizer": SGD}),
+        "timeout=datetime.timedelta(0) must be a timedelta above 0": (ddp(), {"timeout": timedelta(0)}),
+        "residuals=True must be the .residuals of an earlier state": (ddp(), {"residuals": True}),
+        "scaler=True must be a GradScaler": (net, {"scaler": True}),
+        "announce=False must be a function of a message": (net, {"announce": False}),
+        "broadcast_weights=False applies only to models wrapped by fully_shard": (ddp(), {"broadcast_weights": False}),
         "2 ranks cannot be divided into nodes of 3": (ddp(), {"local_world_size": 3, "topology": "hierarchical"}),
         "local_world_size is 1 on rank 0 and 2 on rank 1": (ddp(), {"local_world_size": rank + 1}),
         "ratio is 0.1 on rank 0 and 0.2 on rank 1": (ddp(), {"ratio": 0.1 * (1 + rank)}),
@@ -181,6 +188,13 @@ def test_arguments_of_ddp_that_change_its_buckets_must_be_the_same_on_every_rank
         assert f"{name} is {values[0]} on rank 0 and {values[1]} on rank 1" in refusal(attach, model)
     model = DistributedDataParallel(four_layers(), bucket_cap_mb=1 + rank)
     assert "bucket_bytes_cap is 1048576 on rank 0 and 2097152 on rank 1" in refusal(attach, model)
+
+
+@on_ranks(2)
+def test_an_epoch_that_is_no_count_is_refused(rank, world):
+    model, _ = attached(four_layers(), ratio=0.05, epoch=lambda: None)
+    with pytest.raises(TypeError, match="the function epoch= returned None; it must return the number of"):
+        loss_of(model, rank, 0).backward()
 
 
 @on_ranks(2)

@@ -4,7 +4,7 @@ import inspect
 import itertools
 import pickle
 import re
-from typing import get_args
+from typing import Any, get_args
 from unittest import mock
 
 import laws
@@ -22,7 +22,7 @@ from lightning_topk import TopKModelParallelStrategy, TopKStrategy
 from lightning_topk.bucket import TOLERANCE, Buckets, TooLargeError, for_compressed, plan_bucket, plan_step, share_out
 from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
-from lightning_topk.core.select import Selector
+from lightning_topk.core.select import RandK, SampledK, Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.runtime.messages import saving_warnings, startup_warnings
 from lightning_topk.runtime.shares import FIRST, LEAST, Shares, energy
@@ -34,6 +34,8 @@ BAD = [
     ({"ratio": 0}, ValueError, r"ratio=0 must be in \(0, 1\].*Use ratio=0\.001"),
     ({"ratio": True}, TypeError, r"ratio=True is a bool; it must be a number"),
     ({"saving": 0.5}, ValueError, r"saving=0\.5 must be 1 or more.*Use saving=50"),
+    ({"saving": 10**400}, ValueError, r"saving=10*0 must be finite.*Use saving=50"),
+    ({"ratio": lambda: 0.1}, TypeError, r"ratio=.*lambda.* must be a function of the step"),
     ({"ratio": 0.1, "saving": 50}, ValueError, r"ratio=0\.1 and saving=50 both say how much is sent"),
     ({"server_ratio": 0.1}, ValueError, r"server_ratio=0\.1 needs ratio=: saving=50 decides"),
     ({"ratio": 0.1, "server_ratio": 0.1, "bidirectional": False}, ValueError, r"server_ratio=0\.1 has no effect"),
@@ -58,7 +60,7 @@ BAD_FOR_DDP = [
 ]
 
 BAD_FOR_SHARDS = [
-    ({"data_parallel_size": "all"}, TypeError, "data_parallel_size='all' is a str; it must be an integer"),
+    ({"data_parallel_size": "all"}, TypeError, "data_parallel_size='all' is a str; it must be an integer, or 'auto'"),
     ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size=0 must be at least 1"),
     ({"residual_checkpoint": "full"}, TypeError, "residual_checkpoint='full' is a str"),
     ({"clip_norm": 1.0}, ValueError, r"clip_norm=1\.0 would clip every shard"),
@@ -68,12 +70,20 @@ BAD_SCHEDULES = [
     ({"ratio": 0.1, "start": 2, "steps": 3}, ValueError, r"start=2 must be a number in"),
     ({"ratio": 0.1, "steps": 1, "epochs": 1}, ValueError, r"pass either steps or epochs"),
     ({"ratio": 0.1, "steps": 0}, ValueError, r"at least 1"),
+    ({"ratio": 0.1, "steps": True}, ValueError, r"at least 1"),
+    ({"ratio": True, "steps": 3}, ValueError, r"ratio=True must be a number in"),
+]
+BAD_FRACTIONS = [
+    ({"fraction": 0}, ValueError, r"fraction=0 must be a number in"),
+    ({"fraction": "x"}, ValueError, r"fraction='x' must be a number in"),
 ]
 REFUSED = {
     TopKConfig: BAD,
     TopKStrategy: [BAD[0], *BAD_FOR_DDP],
     TopKModelParallelStrategy: [BAD[0], *BAD_FOR_SHARDS],
     ExponentialWarmup: BAD_SCHEDULES,
+    SampledK: BAD_FRACTIONS,
+    RandK: [({"seed": 1.5}, TypeError, r"seed=1\.5 must be an integer")],
 }
 
 
@@ -89,7 +99,8 @@ def test_settings_are_pickled_and_ddps_own_defaults_are_accepted():
     TopKStrategy(ddp_comm_hook=None, mixed_precision=None, skip_all_reduce_unused_params=False, bucket_cap_mb=10)
     config = TopKConfig(ratio=0.25, topology="single_server")
     assert pickle.loads(pickle.dumps(config)) == config
-    assert pickle.loads(pickle.dumps(TopKStrategy(ratio=0.25))).config.ratio == 0.25
+    for kind in (TopKStrategy, TopKModelParallelStrategy):
+        assert pickle.loads(pickle.dumps(kind(ratio=0.25))).config.ratio == 0.25
 
 
 def test_an_option_of_ddp_is_passed_on_if_its_signature_says_nothing(monkeypatch):
@@ -111,6 +122,23 @@ class Turns(Selector):
 class Few(Selector):
     def pick(self, rows, k):
         return torch.arange(k - 1).expand(len(rows), -1)
+
+
+class Fixed(Selector):
+    """Selects these positions."""
+
+    def __init__(self, *positions):
+        self.positions = positions
+
+    def pick(self, rows, k):
+        return torch.tensor([self.positions])
+
+
+@pytest.mark.parametrize("positions", [(3, 5, 3), (0, 1, 30), (-2, 1, 2)])
+def test_positions_that_a_selector_picks_twice_or_outside_the_shard_are_refused(positions):
+    cluster = Cluster(TopKConfig(ratio=0.1, selector=Fixed(*positions)), world=1, numel=30)
+    with pytest.raises(ValueError, match=r"Fixed\.pick returned a position twice, or one that is not in \[-1, 30\)"):
+        cluster.step([torch.ones(30)])
 
 
 def test_a_custom_selector_may_use_the_step_and_any_order_but_must_return_k_positions():
@@ -327,21 +355,24 @@ def test_uncompressed_parameters_count_towards_the_saving():
     with pytest.raises(ValueError, match=r"dense_parameters are 3\.00% of the gradient.*saving= below 33\.3"):
         for_compressed(config, 1000, 30)
     assert for_compressed(config, 1000, 0) is config
+    with pytest.raises(ValueError, match="dense_parameters are all parameters, so nothing is compressed"):
+        for_compressed(TopKConfig(ratio=0.1, dense_parameters="*"), 1000, 1000)
 
 
-def warned(saving: float, buckets: list[list[int]], local: int = 1) -> str:
+def warned(saving: float, buckets: list[list[int]], local: int = 1, **settings: Any) -> str:
     """The warnings for buckets with these parameter sizes, on four ranks."""
-    settings = Buckets(TopKConfig(saving=saving), 4, local)
+    plans = Buckets(TopKConfig(saving=saving, **settings), 4, local)
     made = [tuple(nn.Parameter(torch.zeros(size)) for size in sizes) for sizes in buckets]
-    sent = sum((settings.plan_of(bucket).volume() for bucket in made), Volume())
-    return " ".join(saving_warnings(settings, made, sent))
+    sent = sum((plans.plan_of(bucket).volume() for bucket in made), Volume())
+    return " ".join(saving_warnings(plans, made, sent))
 
 
 def test_a_missed_saving_warns_with_a_remedy():
     assert "this model is too small: each step saves 10.8x. Use DDP." in warned(50, [[100, 30]])
     assert "each step saves 33.3x. Use a larger bucket_cap_mb=" in warned(50, [[400]] * 100)
     assert warned(50, [[300_000]]) == ""
-    assert warned(2, [[300_000]]) == "", "the saving is exceeded"
+    assert "saving=2 was requested, but every entry is sent, rounded to int4, and each" in warned(2, [[300_000]])
+    assert warned(2, [[300_000]], wire="fp32") == ""
     assert "between nodes each step saves only 42.9x" in warned(50, [[300_000]], local=2)
 
 

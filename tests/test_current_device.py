@@ -130,7 +130,7 @@ def test_attach_sends_objects_through_the_second_gpu_if_the_model_is_there(monke
         monkeypatch.setattr(dist, name, lambda rows, value, group: rows.__setitem__(slice(None), [value] * len(rows)))
     try:
         model = DistributedDataParallel(nn.Linear(20, 20), process_group=dist.new_group([0, 1]) if some else None)
-        with FakeTensorMode():
+        with FakeTensorMode(), mock.patch.object(nn.Linear, "reset_parameters"):  # it draws on the GPU
             model.module = nn.Linear(20, 20, device="cuda:1")
             optimizer = SGD(model.module.parameters(), lr=0.1, momentum=0.9)
         with asked(lambda: current[-1]) as seen:

@@ -322,6 +322,7 @@ def test_layers_are_logged_by_pattern():
         CompressionMonitor(3)
     with pytest.raises(TypeError, match="unexpected keyword argument 'details'"):
         CompressionMonitor(details=True)
+    assert CompressionMonitor(name for name in ["layer.*"]).per_layer == ["layer.*"]
     monitor = CompressionMonitor("layer.7")
     with pytest.raises(ValueError, match=r"per_layer='layer\.7'.*no parameter's name matches.*layer\.weight"):
         monitor.on_fit_start(mock.Mock(), BoringModel())

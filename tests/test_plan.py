@@ -41,6 +41,8 @@ class Net(nn.Module):
 
 def test_a_users_module_is_counted():
     assert parameter_sizes(module="test_plan.Net") == [100, 10]
+    with pytest.raises(ValueError, match=r"torch\.nn\.Identity has no trained parameters"):
+        parameter_sizes(module="torch.nn.Identity")
     with pytest.raises(ValueError, match=r"nowhere\.Net: No module named 'nowhere'.*importable"):
         parameter_sizes(module="nowhere.Net")
 
@@ -72,6 +74,7 @@ def test_the_plan_has_exact_bytes_and_their_least_time_on_the_link(monkeypatch, 
         (25_000_000, 4, "1gbit", "A rank sends 30 messages to other nodes."),
         (5_000_000, 8, "1gbit", "A rank sends 14 messages to other nodes."),
         (25_000_000, 512, "10gbit", "10 µs of it, 51.1 ms, longer than the bytes. Pass bucket_cap_mb=96, one bucket"),
+        (10, 2, "1gbit", "longer than the bytes. They are as few as can be: the model is one bucket."),
         (7 * 10**9, 64, "25gbit", "126,000 messages to other nodes: .* Pass bucket_cap_mb=87 or more, so that they"),
     ],
 )
@@ -102,6 +105,7 @@ def test_every_size_has_a_plan_and_topologies_that_do_not_fit_say_so(monkeypatch
     ("words", "message"),
     [
         (["--params", "25e6", "--nodes", "1"], "one rank exchanges nothing"),
+        (["--params", "1M", "--nodes", "2", "--inter", "1gbit/20ms"], "plan counts bytes, and no round trips"),
         (["--nodes", "2"], "give one of --model, --module and --params"),
         (["--params", "1M", "--nodes", "2", "--saving", "50", "--ratio", "0.1"], "both say how much is sent"),
         (["--model", "resnet999", "--nodes", "2"], "Unknown model resnet999. The nearest names are .*resnet"),

@@ -15,10 +15,10 @@ from typing_extensions import Unpack
 
 from lightning_topk.adapters import ddp
 from lightning_topk.adapters.ddp import TopKState
-from lightning_topk.config import Settings, TopKConfig, one_config
+from lightning_topk.config import Settings, TopKConfig, check_bool, check_count, check_function, one_config
 from lightning_topk.runtime.checkpoint import EMPTY
 from lightning_topk.runtime.messages import WarnOnce, startup_warnings
-from lightning_topk.runtime.optimizers import GetOptimizers
+from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Report
 from lightning_topk.volume import Volume
@@ -84,6 +84,12 @@ def attach(
         RuntimeError: The model already has another communication hook.
     """
     config = one_config(attach, config, settings)
+    _check(timeout, residuals, scaler, announce)
+    check_bool("broadcast_weights", broadcast_weights)
+    check_count("local_world_size", local_world_size)
+    getter(optimizer)
+    if epoch is not None:
+        check_function("epoch", epoch)
     earlier = None if residuals is None else residuals.state
     common = {"timeout": timeout, "earlier": earlier, "epoch": epoch, "scaler": scaler, "announce": announce}
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
@@ -102,6 +108,8 @@ def attach(
         return fsdp.attach(model, config, process_group, optimizer, broadcast_weights, **common)
     if process_group is not None:
         raise ValueError("process_group= applies only to models wrapped by fully_shard; DDP has a group of its own.")
+    if not broadcast_weights:
+        raise ValueError("broadcast_weights=False applies only to models wrapped by fully_shard. Leave it out.")
     wrapped = getattr(model, "_orig_mod", model)  # torch.compile's
     if isinstance(wrapped, DistributedDataParallel):
         return ddp.attach(wrapped, config, optimizer, local_world_size=local_world_size, **common)
@@ -113,6 +121,18 @@ def attach(
         f"gradients of shards. This is a {type(model).__name__} on one of {ranks} ranks. Pass the model that training "
         "calls: with Hugging Face's Trainer, trainer.model_wrapped; in your own loop, DistributedDataParallel(model)."
     )
+
+
+def _check(timeout: Any, residuals: Any, scaler: Any, announce: Any) -> None:
+    """Refuses arguments of another type, before anything is connected."""
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise TypeError(f"timeout={timeout!r} must be a timedelta above 0, or None.")
+    if residuals is not None and not isinstance(residuals, Residuals):
+        raise TypeError(f"residuals={residuals!r:.200} must be the .residuals of an earlier state, or None.")
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise TypeError(f"scaler={scaler!r} must be a GradScaler, or None.")
+    if announce is not None and not callable(announce):
+        raise TypeError(f"announce={announce!r} must be a function of a message, or None.")
 
 
 class Alone:

@@ -30,7 +30,6 @@ from lightning_topk.runtime.messages import WarnOnce
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
 
-
 _SAME = ("find_unused_parameters", "static_graph", "bucket_bytes_cap", "bucket_bytes_cap_default")
 """Attributes of DDP models that must be the same on every rank."""
 

@@ -166,6 +166,8 @@ def report(work: Work, device: torch.device, json: Path | None = None) -> str | 
             break
         except ContenderError as error:
             failed[error.name] = error.reason
+    if not times:
+        raise RuntimeError("; ".join(f"{name} failed on {reason}" for name, reason in failed.items()))
     if dist.get_rank():
         return None
     judged, *less = work.ours
@@ -184,7 +186,7 @@ def report(work: Work, device: torch.device, json: Path | None = None) -> str | 
         notes.append(f"PowerSGD: rank {rank}, whose bytes are nearest to those of {judged}{own}.")
     if device.type == "cpu" and torch.cuda.is_available():
         notes.append(f"{torch.cuda.device_count()} GPUs are too few for {local} ranks, which ran on CPUs.")
-    if times and (turns := min(map(len, times.values()))) < SURE:
+    if (turns := min(map(len, times.values()))) < SURE:
         notes.append(f"Only {turns} turns of each: intervals compare the least of one with the most of the other.")
     if local == world:
         notes.append("All ranks are on this machine: no network was measured.")

@@ -50,6 +50,8 @@ class Selector(ABC):
                 f"{type(self).__name__}.pick returned positions of shape {tuple(index.shape)} for "
                 f"{layout.shards} shards and k={k}; it must return [shards, k] = ({layout.shards}, {k})."
             )
+        if ops.on_cpu(index) and type(self).__module__ != __name__:  # a user's
+            _check_positions(type(self).__name__, index, layout.shard_size)
         used = index >= 0
         value = rows.gather(1, index.clamp(min=0)).masked_fill_(~used, 0)
         index, order = torch.where(used, index, layout.shard_size - 1).sort(dim=1, stable=True)
@@ -69,6 +71,14 @@ class Selector(ABC):
         """
 
 
+def _check_positions(name: str, index: Tensor, size: int) -> None:
+    """Refuses positions ``[R, k]`` out of a shard of ``size`` elements, or twice in a row. Reads them, on a CPU."""
+    ordered = index.sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any() or ordered[:, 0].min() < -1 or ordered[:, -1].max() >= size:
+        raise ValueError(f"{name}.pick returned a position twice, or one that is not in [-1, {size}).")
+
+
 class TopK(Selector):
     """Selects exactly the k entries of largest magnitude."""
 
@@ -86,6 +96,8 @@ class RandK(Selector):
     """
 
     def __init__(self, seed: int = 0) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"RandK: seed={seed!r} must be an integer.")
         self.seed = seed
         self._drawn_at = -1
         self._drawn: dict[tuple[int, int, torch.device | None], Tensor] = {}  # at that step
@@ -188,8 +200,8 @@ class SampledK(Threshold):
     """
 
     def __init__(self, fraction: float = 0.01) -> None:
-        if not 0 < fraction <= 1:
-            raise ValueError(f"SampledK: fraction={fraction!r} must be in (0, 1].")
+        if isinstance(fraction, bool) or not (isinstance(fraction, int | float) and 0 < fraction <= 1):
+            raise ValueError(f"SampledK: fraction={fraction!r} must be a number in (0, 1].")
         self.fraction = fraction
 
     @override

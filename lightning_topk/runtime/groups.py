@@ -218,7 +218,8 @@ def every_rank(action: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(f"lightning_topk: {action} failed: some rank did not take part ({error}). {remedy}") from error
+        words = f"lightning_topk: {action} failed: some rank did not take part ({error}). {remedy}"
+        raise RuntimeError(words.rstrip()) from error
 
 
 def check_agreement(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topk.bucket import Bucket, Buckets
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import TopKConfig, check_function
 from lightning_topk.runtime.applied import Clipping, Rates, kind_of, rate_of
 from lightning_topk.runtime.groups import Groups, check_agreement, gathered
 from lightning_topk.runtime.messages import WarnOnce
@@ -34,6 +34,7 @@ def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) ->
             f"optimizer={optimizer!r} must be a torch optimizer, a list of them, or a function that returns a list."
         )
     if optimizer is not None:
+        check_function("optimizer", optimizer)
         found: Any = []
         with suppress(Exception):  # of a function that fails until they exist
             found = optimizer()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from numbers import Integral
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_topk.bucket import Bucket, Buckets
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import TopKConfig, check_function
 from lightning_topk.core.link import Measure
 from lightning_topk.runtime import checkpoint, messages
 from lightning_topk.runtime.applied import Clipping
@@ -126,9 +127,12 @@ class HookState:
         shares = self.config.saving is not None and self.world > 1 and len(self.last_buckets) > 1
         if shares and self.shares.due:
             self._share_out()
+        epoch: Any = self._epoch()
+        if not isinstance(epoch, Integral) or epoch < 0:
+            raise TypeError(f"the function epoch= returned {epoch!r}; it must return the number of completed epochs.")
         self.current = Pass(
             self.steps,
-            self._epoch(),
+            int(epoch),
             self.residuals,
             optimizers.scale,
             optimizers.rates,
@@ -293,8 +297,8 @@ class HookState:
 
 def _check_arguments(config: TopKConfig, epoch: Any, has_optimizers: bool) -> None:
     """Refuses settings that would have no effect, or one too many, without an argument that was not passed."""
-    if epoch is not None and not callable(epoch):
-        raise TypeError(f"epoch={epoch!r} must be a function that returns the epoch.")
+    if epoch is not None:
+        check_function("epoch", epoch)
     by_epoch = [r for r in (config.ratio, config.server_ratio) if isinstance(r, Schedule) and r.by_epoch]
     if by_epoch and epoch is None:
         raise ValueError(

@@ -79,10 +79,11 @@ class CompressionMonitor(Callback):
     """
 
     def __init__(self, per_layer: bool | str | Sequence[str] = False) -> None:
-        patterns = {True: ["*"], False: []}[per_layer] if isinstance(per_layer, bool) else per_layer
-        if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
+        several = per_layer if isinstance(per_layer, Iterable) and not isinstance(per_layer, str) else [per_layer]
+        patterns: list[Any] = {True: ["*"], False: []}[per_layer] if isinstance(per_layer, bool) else [*several]
+        if not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"per_layer={per_layer!r} must be True, False, a name pattern, or several of them.")
-        self.per_layer = [patterns] if isinstance(patterns, str) else list(patterns)
+        self.per_layer = patterns
         # Bytes are each rank's own, and one all-reduce sums the errors of both directions: metrics gather each state.
         self.volume = ExchangeVolume(sync_on_compute=False)
         self.uplink_error, self.downlink_error = (CompressionError(sync_on_compute=False) for _ in range(2))

@@ -85,13 +85,13 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
         check_shardable(self.config)
         self._check(residual_checkpoint, local_world_size)
         sizes = {"data_parallel_size": data_parallel_size, "tensor_parallel_size": tensor_parallel_size}
-        self._sizes = [check_count(name, None if size == "auto" else size) for name, size in sizes.items()]
+        self._sizes = [check_count(name, None if size == "auto" else size, "'auto'") for name, size in sizes.items()]
         super().__init__(data_parallel_size, tensor_parallel_size, save_distributed_checkpoint, process_group_backend)
         if timeout is not None:
             self._timeout = timeout
         self._timeout_or_none = timeout
         self._replicas: DeviceMesh | None = None
-        self._trained: Callable[[], Any] = lambda: None  # its module
+        self._trained: Callable[[], Any] | None = None  # refers to its module
 
     @override
     def setup_environment(self) -> None:
@@ -134,7 +134,8 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
-        if self._trained() is not trainer.lightning_module:  # another model starts without residuals
+        known = None if self._trained is None else self._trained()
+        if known is not trainer.lightning_module:  # another model starts without residuals
             self._last, self._trained = None, weakref.ref(trainer.lightning_module)
         self._attach(attach, timeout=self._timeout_or_none, earlier=self._last, process_group=self._replicas)
         assert self.topk_state is not None
