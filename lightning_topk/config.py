@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -231,9 +230,13 @@ def _check_number(config: TopKConfig, name: str, allowed: Callable[[float], bool
         return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be a number {words}. {remedy}")
-    if abs(value) > sys.float_info.max:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if math.isinf(number):
         raise ValueError(f"{name}={value!r:.50} must be finite. {remedy}")
-    if not allowed(float(value)):  # this also refuses NaN
+    if not allowed(number):  # this also refuses NaN
         raise ValueError(f"{name}={value!r} must be {words}. {remedy}")
 
 

@@ -44,8 +44,8 @@ SHARDED = "sharded"
 ELSEWHERE = "on rank 0"
 """The mode of an entry from a rank other than 0, which has no residuals."""
 _TOGETHER = (
-    "Call state_dict(), or the Trainer's save_checkpoint, on every rank at the same point, between two backward passes; "
-    "not on rank 0 only."
+    "Call state_dict(), or the Trainer's save_checkpoint, on every rank at the same point, between two backward "
+    "passes; not on rank 0 only."
 )
 _NOT_HERE = {
     SHARDED: "it is one file, converted from a folder, and the residuals are only in that folder",
@@ -143,7 +143,7 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
     residuals.restore(memories, units)
     checksum = 0
     for part in (part for kept in memories.values() for part in kept.values()):
-        checksum = zlib.crc32(part.cpu().view(torch.uint8).numpy(), checksum)
+        checksum = zlib.crc32(part.cpu().view(torch.uint8).numpy().data, checksum)
     return checksum
 
 
