@@ -72,3 +72,10 @@ class Faulty(Work):
             "hangs": fails(threading.Event().wait, 1),
         }
         return dict([dense, *faulty.items(), *ours])
+
+
+class Broken(Work):
+    """An exchange that fails."""
+
+    def exchanges(self, shapes):
+        return {"dies": fails(dies, 1)}

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from contenders import Faulty, never
+from contenders import Broken, Faulty, never
 from groups import on_ranks, torchrun
 from test_bench import run
 
@@ -84,6 +84,15 @@ def test_contenders_that_fail_on_one_rank_end_no_rank_and_are_named_and_the_othe
         }
         assert [*cells(said)] == ["DDP", "saving=50"]
         assert f"in its fifth step failed on rank 1: {broken}" in said
+
+
+@on_ranks(2, timeout=120)
+def test_if_every_exchange_fails_the_bench_does(rank, world):
+    with (
+        launched(rank),
+        pytest.raises(RuntimeError, match="dies failed on rank 1: its process ended with exit status -9"),
+    ):
+        report(Broken(params=3000), CPU)
 
 
 @on_ranks(2, timeout=120)
