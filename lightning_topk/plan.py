@@ -62,7 +62,8 @@ def run(
         f"{sum(sizes):,} parameters, float32, in {counted(len(buckets), 'bucket')}; {counted(nodes, 'node')} of "
         f"{counted(gpus_per_node, 'rank')}, {inter} between them; "
         f"{'saving' if ratio is None else 'ratio'} {ratio or settings.saving:g}.\n\n{markdown(rows)}\n\n"
-        "Bytes are exact. Times are not measured: they are the least that the link takes for the bytes, without "
+        "Bytes are exact for these buckets; DDP may fill them in another order. Times are not measured: they are the "
+        "least that the link takes for the bytes, without "
         "computing. To measure steps, run python -m lightning_topk bench under torchrun, on your machines."
         + advice
         + f" Too large: a bucket, or a server's shard of it, has more than {LARGEST:,} elements."
