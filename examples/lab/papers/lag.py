@@ -56,7 +56,7 @@ def run(
         "how many steps compression costs",
         f"Simulated workers, {batch} examples each and step. A run of N steps that ends at the held-out loss of a "
         "dense run of M steps, at the same rate and with the same seed, lags N - M steps behind. Dense losses are "
-        "interpolated over log M.",
+        "interpolated over log M. No lag where dense training overfits: where fewer steps end lower.",
     )
     for model in models:
         panel = empty_panel(model, batch)
@@ -89,6 +89,7 @@ def table(
                 steps - dense_steps(loss, curve)
                 for seed, loss in ours.items()
                 if len(curve := {length: by_seed[seed] for length, by_seed in dense.items() if seed in by_seed}) > 1
+                and curve.get(steps, 0.0) <= min(loss for length, loss in curve.items() if length <= steps)
             ]
             row[f"{steps:,} steps"] = in_words(lags, "+.0f")
             if lags:
