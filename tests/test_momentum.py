@@ -569,3 +569,9 @@ def test_what_only_acts_as_an_optimizer_is_unwrapped_or_warned_about(rank, world
     assert not any("keeps its own momentum" in line for line in said), "none of the model's parameters is its own"
     attached(net, saving=20, optimizer=acts, announce=said.append)
     assert any("keeps its own momentum" in line for line in said) == (rank == 0)
+
+
+def test_the_remedy_for_a_subclass_is_not_given_for_an_optimizer_of_torch():
+    (said,) = adapt_momentum([torch.optim.Muon([nn.Parameter(torch.ones(2, 2))])], object())[1]
+    assert "Muon keeps its own momentum" in said
+    assert "overrides" not in said

@@ -77,8 +77,8 @@ def attach(
         The state; call its ``close()`` when training is over.
 
     Raises:
-        TypeError: The model is wrapped neither in DistributedDataParallel nor by ``fully_shard``, ``optimizer`` has
-            another type or returns something else, or a setting is unknown.
+        TypeError: The model is wrapped neither in DistributedDataParallel nor by ``fully_shard``, an argument has
+            another type, ``optimizer`` or ``epoch`` returns something else, or a setting is unknown.
         ValueError: A model option bypasses or contradicts the hook, a setting needs an argument that was not passed,
             or an argument belongs to the other wrapper.
         RuntimeError: The model already has another communication hook.
