@@ -173,3 +173,17 @@ def test_at_size_compares_systems_and_rates_and_repeats_no_run(little_text, monk
     assert result.panels[0].curves["dense"][0] == [1e-6, 0.01]
     monkeypatch.setattr(training, "run_all", lambda jobs, *_: {}[next(iter(jobs))] if jobs else {})
     assert measured(models=["gpt"], rates=["0.01", "1e-6"]).tables == result.tables
+
+
+def test_a_run_lags_only_where_dense_training_does_not_overfit():
+    def ended(system: str, steps: int, held: float) -> dict:
+        same = {"model": "gpt", "optimizer": "AdamW", "batch": 32, "workers": 8, "rate": 0.01, "seed": 0}
+        return same | {"system": system, "steps": steps, "held": held}
+
+    dense = {250: 2.0, 500: 1.5, 1000: 1.3, 2000: 1.4}
+    several = [ended("dense", steps, loss) for steps, loss in dense.items()]
+    several += [ended("saving 50", steps, 1.5) for steps in (1000, 2000)]
+    panel = lag.empty_panel("gpt", 32)
+    (row,) = lag.table(dict(enumerate(several)), "gpt", 32, 0.01, (1000, 2000), (50,), panel)
+    assert row["1,000 steps"].startswith("+500")
+    assert row["2,000 steps"] == ""
