@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import pickle
+import re
 import time
 from datetime import timedelta
 from unittest import mock
@@ -188,6 +189,15 @@ def test_arguments_of_ddp_that_change_its_buckets_must_be_the_same_on_every_rank
         assert f"{name} is {values[0]} on rank 0 and {values[1]} on rank 1" in refusal(attach, model)
     model = DistributedDataParallel(four_layers(), bucket_cap_mb=1 + rank)
     assert "bucket_bytes_cap is 1048576 on rank 0 and 2097152 on rank 1" in refusal(attach, model)
+
+
+@on_ranks(2)
+def test_an_error_while_bytes_are_shared_out_says_so(rank, world):
+    model, _ = attached(four_layers(), {"bucket_cap_mb": 0.001}, saving=5)
+    words = r"dividing a step's bytes among its buckets failed: some rank did not take part \(closed\)"
+    with mock.patch("lightning_topk.runtime.state.gathered", side_effect=RuntimeError("closed")):
+        said = [refusal(loss_of(model, rank, step % 5).backward) for step in range(12)]
+    assert re.search(words, " ".join(said))
 
 
 @on_ranks(2)
