@@ -306,6 +306,7 @@ def test_notices_are_given_once_and_on_one_rank(rank, world):
     loss_of(model, rank, 0).backward()
     state.close()
     for words in ("attach was called without optimizer=, so momentum is not adapted", "numba: pip install numba.",
+                  "Without a torch optimizer, pass adapt_momentum=False",
                   "the momentum of AdamW is adapted to compression"):  # fmt: skip
         assert sum(words in line for line in said) == (rank == 0), said
     assert len(said) == 5 * (rank == 0), said  # and the topology in force, twice

@@ -151,6 +151,17 @@ class TopKStrategy(Resumes, DDPStrategy):
             )
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Puts this strategy's remedy into DDP's error about unused parameters; Lightning's names DDPStrategy."""
+        if "Expected to have finished reduction in the prior iteration" in str(exception):
+            exception.args = (
+                "a loss did not use all parameters, but DDP waits for their gradients. Pass TopKStrategy("
+                "find_unused_parameters=True), or strategy='topk_find_unused_parameters_true'. With several optimizers "
+                "that step in turn, as a GAN's, also call toggle_optimizer(optimizer) before the loss of each, and "
+                "untoggle_optimizer after its step: else gradients that are zeroed later are exchanged, too.",
+            )
+
+    @override
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy (lightning 2.6) registers hooks on CUDA only and silently skips CPU.
         assert isinstance(self.model, DistributedDataParallel)
