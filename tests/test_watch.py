@@ -90,7 +90,23 @@ def zeroed(rank: int, say: Say, case: str) -> None:
         if case != "skipping a step" or step != 1:
             optimizer.step()
     state.close()
-    assert not any(p._backward_hooks for p in nets.parameters())
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in nets.parameters())
+
+
+def looked_at(rank: int, say: Say, case: str) -> None:
+    """A user computes gradients for their own use, as GradNorm does, around the backward pass that is exchanged."""
+    net = four_layers()
+    optimizer = sgd(net)
+    model, _ = attached(net, ratio=0.1, optimizer=optimizer, announce=say)
+    for step in range(3):
+        net.zero_grad()
+        loss = loss_of(model, rank, step)
+        if case == "before backward":
+            torch.autograd.grad(loss, net[0].weight, retain_graph=True)
+        loss.backward(retain_graph=True)
+        if case == "before the step":
+            torch.autograd.grad(loss, net[0].weight)
+        optimizer.step()
 
 
 def scaled(rank: int, say: Say, case: tuple[bool, bool, tuple[int, ...]]) -> None:
@@ -204,6 +220,7 @@ CASES = [
     (sparse, "", "sparse"),
     *((zeroed, case, "zeroed") for case in ("throwing away", "skipping a step")),
     *((zeroed, case, None) for case in ("toggling", "adding up")),
+    *((looked_at, case, None) for case in ("before backward", "before the step")),
     *((scaled, (False, fused, infinite), "scaler") for fused, infinite in ((False, (0, 1)), (False, (3,)), (True, ()))),
     *((scaled, (True, fused, (3,)), None) for fused in (False, True)),
     (copied, "", "copies"),

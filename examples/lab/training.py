@@ -143,7 +143,9 @@ class Run:
 
 LANGUAGE = ("AdamW 0.95", "AdamW 0.99", "AdamW 0.999")
 """AdamW as language models use it: with this second beta, and a decay of 0.1 on matrices alone."""
-OPTIMIZERS = ("SGD", "AdamW", *LANGUAGE, "Muon", "Adafactor", "RMSprop", "Adagrad", "Lion", "schedule-free")
+BARE = ("Adadelta", "Adafactor", "Adagrad", "RMSprop")
+"""Torch's optimizers without momentum, as they are."""
+OPTIMIZERS = ("SGD", "AdamW", *LANGUAGE, "Muon", *BARE, "Lion", "schedule-free")
 """Kinds of :class:`Optimizer`. Muon steps the matrices of hidden layers, and AdamW the rest; schedule-free is AdamW."""
 OF_MATRICES = (*LANGUAGE, "Muon", "Adafactor")
 """Kinds that need the shapes of the parameters."""
@@ -183,7 +185,7 @@ class Optimizer:
             hidden = [p for name, p in parameters.items() if "blocks" in name and p.dim() == 2]
             others = [p for name, p in parameters.items() if "blocks" not in name or p.dim() != 2]
             return [optim.Muon(hidden, lr, adjust_lr_fn="match_rms_adamw"), optim.AdamW(others, lr, (m, 0.999))]
-        if self.kind in ("Adafactor", "RMSprop", "Adagrad"):
+        if self.kind in BARE:
             return [getattr(optim, self.kind)(all_of_them, lr)]
         if self.kind == "Lion":
             need("lion_pytorch", "lion-pytorch")

@@ -183,23 +183,35 @@ class Watch:
 
 
 class _Watched:
-    """An optimizer, and the state of one parameter's gradient, checked before each backward pass adds to it."""
+    """An optimizer, and the state of one parameter's gradient, checked whenever backward adds to it.
+
+    A hook of the tensor alone would also be called by ``torch.autograd.grad``, which adds nothing.
+    """
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor | None, owner: Watch) -> None:
         self.optimizer, self.parameter = ref(optimizer), parameter
         self.state: Literal["nothing", "computed", "delivered"] = "nothing"
         self.steps = 0  # stays 0 if the user takes the steps without the optimizer
+        self._was_none: bool | None = None  # the gradient, before backward adds to it; unknown with FSDP2
         self._owner = ref(owner)  # the garbage collector does not see a tensor's hooks
-        self._hook = None if parameter is None else parameter.register_hook(self._before_gradient)
+        self._hooks = []
+        if parameter is not None:
+            self._hooks.append(parameter.register_hook(self._before_gradient))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._after_gradient))
 
     def _before_gradient(self, _: Tensor) -> None:
         assert self.parameter is not None
-        lost, owner = self.state == "delivered" and self.parameter.grad is None, self._owner()
-        if lost and self.steps and owner is not None:
+        self._was_none = self.parameter.grad is None
+
+    def _after_gradient(self, _: Tensor) -> None:
+        owner = self._owner()
+        if self._was_none is None:
+            return
+        if self._was_none and self.state == "delivered" and self.steps and owner is not None:
             owner.warn_of_loss(self)
         self.state = "computed"
 
     def stop(self) -> None:
-        """Removes the hook."""
-        if self._hook is not None:
-            self._hook.remove()
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
