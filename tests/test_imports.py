@@ -114,6 +114,27 @@ def test_packages_are_imported_only_in_the_wings_that_need_them():
                 assert wing(name) in wings, f"{name} imports {package}"
 
 
+UNBOUNDED = {
+    "fast": "devices",
+    "known_kind": "devices and dtypes",
+    "_compiled": "devices, dtypes, alignments and settings",
+    "_replace_final_callback": "nothing",
+}
+"""Functions whose results a process keeps without a bound, and what they are kept by."""
+
+
+def test_no_cache_of_the_process_grows_with_steps_or_models():
+    """A schedule may ask for another k in every step, and a search over models makes layout after layout."""
+    found = set()
+    for path in MODULES.values():
+        tree = ast.parse(path.read_text())
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        for node in (*tree.body, *(each for body in classes for each in body.body)):
+            marks = [ast.unparse(each) for each in getattr(node, "decorator_list", ())]
+            found |= {node.name for each in marks if each in ("cache", "lru_cache", "lru_cache(maxsize=None)")}
+    assert found == {*UNBOUNDED}
+
+
 HOOK = """
 from lightning_topk import attach, TopKConfig
 import lightning_topk.env, lightning_topk.simulate

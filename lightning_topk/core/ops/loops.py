@@ -17,7 +17,7 @@ numba's disk cache looks for changes in the file of the called function only, no
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +42,7 @@ class KernelLayout(NamedTuple):
     shard_size: int
 
     @classmethod
-    @cache
+    @lru_cache(maxsize=1024)  # asked for every bucket in every step
     def of(cls, layout: Layout) -> KernelLayout:
         """Converts a layout."""
         return cls(layout.numel, layout.shards, layout.block, layout.shard_size)

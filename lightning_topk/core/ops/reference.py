@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -126,7 +126,7 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     return torch.nonzero_static(chosen, size=rows.shape[0] * k)[:, 1].view(rows.shape[0], k)
 
 
-@cache
+@lru_cache(maxsize=4096)  # a schedule may change k in each step
 def sample_of(layout: Layout, k: int, least: int) -> tuple[int, int]:
     """How to find a magnitude that slightly more than k entries per shard should reach: from a sample.
 
@@ -174,7 +174,7 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
     return bits.reshape(packed.shape[0], packed.shape[1] * 8)[:, :n]
 
 
-@lru_cache(maxsize=4096)  # a schedule may change k in each step
+@lru_cache(maxsize=4096)  # likewise
 def elias_fano_low_width(universe: int, k: int) -> int:
     """Returns the ``low`` with which :func:`elias_fano_encode` is shortest for k positions below ``universe``."""
     widths = range(max(1, (universe - 1).bit_length() + 1))
