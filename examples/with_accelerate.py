@@ -30,8 +30,7 @@ def main() -> None:
             accelerator.backward(loss)
             optimizer.step()
         accelerator.print(f"epoch {epoch}  loss {loss.item():.4f}")
-    sent = state.report().bytes
-    accelerator.print(f"sent {sent['uplink'] + sent['downlink']:,} bytes instead of {sent['dense']:,}")
+    accelerator.print(state.summary())
     state.close()
     accelerator.end_training()
 

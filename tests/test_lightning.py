@@ -26,6 +26,7 @@ from trainers import ELEMENTS, Gan, Module, Normed, fit
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy
 from lightning_topk.adapters.lightning import callback
 from lightning_topk.adapters.lightning.metrics import CompressionError, ExchangeVolume
+from lightning_topk.runtime.messages import sent_message
 from lightning_topk.runtime.state import HookState
 from lightning_topk.volume import Volume, format_bytes, volume
 
@@ -165,6 +166,24 @@ def test_the_summary_is_printed_once_when_training_ends(rank, world, error):
     signal.signal(signal.SIGINT, handler)  # Lightning ignores Ctrl+C from the first on
     (said,) = words
     assert said.startswith(f"lightning_topk: in {3 if error else 5} steps this rank sent")
+
+
+@on_ranks(2)
+def test_without_the_monitor_a_fit_ends_with_what_a_step_sent_also_if_layers_are_unfrozen_meanwhile(rank, world):
+    module = Module()
+    layer = module.net[0].requires_grad_(False)
+    thaw = LambdaCallback(on_train_epoch_start=lambda trainer, _: layer.requires_grad_(trainer.current_epoch > 0))
+    ends = []
+    for options in ({"callbacks": [thaw], "max_epochs": 2}, {}, {"monitor": True}):
+        with log("lightning.pytorch.utilities.rank_zero") as said:
+            fit(rank, world, module, **{"monitor": False, **options})
+        ends.append([line for line in said if "this rank sent" in line])
+    assert [len(each) for each in ends] == [rank == 0] * 3, ends
+    if rank == 0:
+        whole = f"sent {format_bytes(SENT)} instead of {format_bytes(PLAN.dense)} a step ({PLAN.saving:.1f}x less)."
+        assert ends[1][0] == f"lightning_topk: this rank {whole}"
+        assert whole not in ends[0][0], "half of the steps had a frozen layer"
+        assert "in 5 steps this rank sent" in ends[2][0]
 
 
 @on_ranks(1)
@@ -314,6 +333,17 @@ def test_the_summary_tells_who_sends_what_and_at_what_density(rank, world, topol
     )
     assert f"; density {logged['topk/density']:.3g} at the end; compression error" in monitor.summary()
     assert logged["topk/density"] == pytest.approx(0.1, rel=0.03)
+
+
+@pytest.mark.unit
+def test_a_state_sums_up_the_bytes_that_saving_counts():
+    sent = Volume(uplink=10, downlink=30, dense=4000, inter_node=80)
+    said = [sent_message(TopKConfig(topology=topology), sent, 10) for topology in ("sharded", "hierarchical", "dense")]
+    assert said == [
+        "lightning_topk: this rank sent 4 B instead of 400 B a step (100.0x less).",
+        "lightning_topk: this node sent 8 B to others instead of 400 B a step (50.0x less).",
+        "",
+    ]
 
 
 @pytest.mark.unit

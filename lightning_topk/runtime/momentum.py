@@ -331,8 +331,8 @@ def adapt_momentum(optimizers: Iterable[Optimizer], requester: Any) -> tuple[lis
             AdaptedMomentum.of(optimizer).requesters.add(requester)
         if has_momentum and adapts:
             notes.append(
-                f"lightning_topk: the momentum of {name} is adapted to compression: an entry moves only when it is "
-                "delivered, then for all the steps that it waited; adapt_momentum=False leaves the optimizer unchanged."
+                f"lightning_topk: the momentum of {name} is adapted to compression. Keep the settings that you use "
+                "with DDP: there is nothing to do. (adapt_momentum=False would leave the optimizer unchanged.)"
             )
         elif has_momentum:
             torchs = f"{kind.__module__}.".startswith("torch.optim.")  # Muon's is torch.optim

@@ -205,7 +205,7 @@ class CompressionMonitor(Callback):
         """Prints the summary once per fit, unless there were no steps, or one process, which sends nothing."""
         state = _state(trainer)  # in on_fit_end it is gone (lightning 2.6)
         if self.volume.update_called and not self._told and state is not None and state.world > 1:
-            self._told = True
+            self._told = state.told = True
             rank_zero_info(self.summary())
 
     @override

@@ -131,6 +131,7 @@ class TopKStrategy(Resumes, DDPStrategy):
         if state is not None and any(parameter.requires_grad for parameter in self._frozen):
             assert isinstance(model, DistributedDataParallel)
             if model.require_backward_grad_sync:  # at the end of an accumulation window
+                state.told = True  # the next state tells
                 state.close()
                 self.model = model.module
                 self.configure_ddp()
