@@ -295,6 +295,22 @@ def test_other_collectives_of_nccl_in_backward_ask_for_one_order_of_launches(ran
 
 
 @on_ranks(2)
+def test_a_cuda_graph_of_a_whole_step_is_refused_before_its_forward_pass(rank, world):
+    """Of a fake GPU. A graph without an exchange is captured, such as one of inference."""
+    model = ddp(four_layers())
+    attach(model, ratio=0.1)
+    model.device = torch.device("cuda", 0)
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        message = refusal(loss_of, model, rank, 0)
+        with torch.no_grad():
+            loss_of(model, rank, 0)
+        with model.no_sync():
+            loss_of(model, rank, 0)
+    assert "a CUDA graph captures a step" in message
+    assert "make_graphed_callables" in message
+
+
+@on_ranks(2)
 def test_notices_are_given_once_and_on_one_rank(rank, world):
     """Of missing numba, and of momentum that is adapted or not; momentum that a scheduler sets later is refused."""
     said: list[str] = []

@@ -55,6 +55,16 @@ def of_other_ranks(rank: int, say: Say, case: str) -> None:
     train(attached(net, ratio=0.1, optimizer=sharded.optim, announce=say)[0], rank, range(4), sharded)
 
 
+def over_two_models(rank: int, say: Say, case: str) -> None:
+    """An optimizer steps two attached models, of which one is trained later; or each has its own optimizer."""
+    nets = [four_layers(), four_layers()]
+    both = sgd(nn.ModuleList(nets)) if case == "one optimizer" else None
+    mine = [both or sgd(net) for net in nets]
+    models = [attached(net, ratio=0.1, optimizer=each, announce=say)[0] for net, each in zip(nets, mine, strict=True)]
+    for step, model in enumerate((models[0], models[0], *models, *models)):
+        train(model, rank, (step,), mine[model is models[1]])
+
+
 def replaced(rank: int, say: Say, case: str) -> None:
     """An optimizer that was not passed takes steps: another one from some step on, or all of them."""
     net = four_layers()
@@ -207,6 +217,8 @@ WARNINGS = {
     "other": "Adam takes steps, but was not passed as optimizer=",
     "sparse": "DDP would send only the rows that a batch touches",
     "zeroed": "was zeroed after its exchange and before its optimizer's step",
+    "unequal": "the ranks' optimizers have different parameters",
+    "shared": "SGD steps several attached models",
     "scaler": "a GradScaler scales the loss, but attach got no scaler=",
 }
 CASES = [
@@ -214,7 +226,9 @@ CASES = [
     (bypassed, "attached", None),
     *((left_out, case, "left out") for case in ("some", "in another optimizer")),
     *((left_out, case, None) for case in ("all", "frozen", "dense")),
-    (of_other_ranks, "", None),
+    (of_other_ranks, "", "unequal"),
+    (over_two_models, "one optimizer", "shared"),
+    (over_two_models, "two optimizers", None),
     *((replaced, case, "other") for case in ("before", "after", "never passed")),
     *((replaced, case, None) for case in ("returned", "wrapped", "not adapted")),
     (sparse, "", "sparse"),

@@ -321,14 +321,22 @@ def adapt_momentum(optimizers: Iterable[Optimizer], requester: Any) -> tuple[lis
     """Adapts the momentum of optimizers, until :meth:`AdaptedMomentum.release` is called or the requester is gone.
 
     The requester exchanges their gradients. At each step, its ``adapted`` holds the compressed parameters; without such
-    an attribute all are. Returns information about adapted momentum, and warnings about momentum that is not.
+    an attribute all are. Returns information about adapted momentum, and warnings about momentum that is not, or that
+    several requesters share.
     """
     notes, warnings = [], []
     for optimizer in optimizers:
         kind, has_momentum = type(optimizer), any(map(_momentum, optimizer.param_groups))
         name, adapts = kind.__name__, _steps_as(kind) is not None
         if adapts:
-            AdaptedMomentum.of(optimizer).requesters.add(requester)
+            requesters = AdaptedMomentum.of(optimizer).requesters
+            requesters.add(requester)
+            if len(requesters) > 1:
+                warnings.append(
+                    f"lightning_topk: {name} steps several attached models, and each exchange knows the gradients of "
+                    "its own only. If you clip the norm of all together, what waits counts as clipped by the norm of "
+                    "one. Then put the models into one module under one wrapper, or give each its own optimizer."
+                )
         if has_momentum and adapts:
             notes.append(
                 f"lightning_topk: the momentum of {name} is adapted to compression. Keep the settings that you use "

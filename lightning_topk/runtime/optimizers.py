@@ -136,6 +136,12 @@ class Optimizers(Watch):
                 steps = {f"the optimizer of {name!r}": kind for name, kind in mine.items()}
                 check_agreement(steps, "Pass the same optimizer= on every rank.", *where)
             self._elsewhere, self._same = every - mine.keys(), all({*row} == every for row in rows)
+            if not self._same and self._config.error_feedback:
+                self._say(
+                    "lightning_topk: the ranks' optimizers have different parameters, as ZeroRedundancyOptimizer's do. "
+                    "So what waits does not follow changes of the learning rate, and training may end behind DDP's. "
+                    "Use an optimizer that has all parameters on every rank, if memory allows."
+                )
         if exist:
             self.sync()
 
