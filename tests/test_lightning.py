@@ -55,23 +55,28 @@ def test_a_registered_name_trains_and_every_key_returns_after_spawn():
     assert logged["topk/worker_residual_norm"] > 0
 
 
-@pytest.mark.parametrize(("every", "reductions"), [(1, 6), (3, 3), (0, 2)])  # the fourth step ends an epoch
+@pytest.mark.parametrize(("every", "logged"), [(1, {*range(6)}), (3, {2, 3, 5}), (0, {3, 5})])  # 3 ends an epoch
 @on_ranks(2)
-def test_bytes_are_logged_at_every_step_and_one_collective_at_log_steps(rank, world, every, reductions):
-    strategy, totals, reduced = TopKStrategy(), [], []
+def test_log_steps_alone_log_values_after_one_collective(rank, world, every, logged):
+    strategy, module, totals, reduced, calls = TopKStrategy(), Module(), [], [], []
     reduce = strategy.reduce
 
     def counted(value, *args, **kwargs):
         reduced.append(getattr(value, "shape", None) == (5,))  # Lightning reduces scalars of its own
         return reduce(value, *args, **kwargs)
 
+    def look(trainer, *_):
+        totals.append(int(trainer.callback_metrics.get("topk/total_bytes", 0)))
+        calls.append(module.log.call_count)
+        module.log.reset_mock()
+
     strategy.reduce = counted
-    look = LambdaCallback(
-        on_train_batch_end=lambda trainer, *_: totals.append(int(trainer.callback_metrics["topk/total_bytes"]))
-    )
-    fit(rank, world, strategy=strategy, callbacks=[look], max_steps=6, log_every_n_steps=every)
-    assert totals == [(step + 1) * SENT for step in range(6)]
-    assert sum(reduced) == reductions
+    with mock.patch.object(module, "log", wraps=module.log):
+        callbacks = [LambdaCallback(on_train_batch_end=look)]
+        fit(rank, world, module, strategy, callbacks, max_steps=6, log_every_n_steps=every)
+    assert totals == [SENT * max([each + 1 for each in logged if each <= step], default=0) for step in range(6)]
+    assert [count > 0 for count in calls] == [step in logged for step in range(6)]
+    assert sum(reduced) == len(logged)
 
 
 class Stream(IterableDataset):
