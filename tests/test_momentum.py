@@ -3,6 +3,7 @@
 import copy
 import gc
 import inspect
+import math
 from unittest import mock
 from weakref import ref
 
@@ -44,9 +45,9 @@ def literal(kind, gradients, lr, **options) -> torch.Tensor:
 
     Decay in the gradient: SGD's multiplies an entry by ``kept`` in each step, but is in the gradient, as in torch, if
     D is 1; Adam's comes with the gradient, that of all the steps. A gradient counts as D of its energy in Adam's
-    second moment.
+    second moment, and moves the entry further if signs agree.
     """
-    weights, product = torch.ones(SIZE, dtype=torch.float64), 1.0
+    weights, product, signs = torch.ones(SIZE, dtype=torch.float64), 1.0, torch.zeros(8, 2, dtype=torch.float64)
     b, q, largest, d = (torch.zeros(SIZE, dtype=torch.float64) for _ in range(4))
     m = options.get("momentum", 0.9) if kind is SGD else options["betas"][0]
     decay, sign = options.get("weight_decay", 0.01 if kind is AdamW else 0.0), -1 if options.get("maximize") else 1
@@ -65,6 +66,8 @@ def literal(kind, gradients, lr, **options) -> torch.Tensor:
             a, g, shrunk = 1 - m, torch.where(here, g + (d + 1) * decay * weights, 0.0), weights
         v = m * b + a * g
         moved = torch.where(here | ((t == 1) & (kind is SGD)), (1 - m ** (d + 1)) / (1 - m) * v, 0.0)
+        if kind not in (SGD, Adamax):
+            moved = further(moved, g, b, torch.where(here, d + 1, 1), signs)
         b = torch.where(here, m**d * v, b)
         steps, d = d + 1, torch.where(here, 0, d + 1)
         if kind is SGD:
@@ -87,6 +90,22 @@ def literal(kind, gradients, lr, **options) -> torch.Tensor:
         root = (largest if options.get("amsgrad") else q) / (1 - n**t)
         weights = shrunk - lr * moved / (1 - m**t) / (root.sqrt() + 1e-8)
     return weights
+
+
+def further(moved, g, b, steps, signs) -> torch.Tensor:
+    """Movements, larger where gradients of D ``steps`` have the sign of the momentum; ``signs`` counts, by range of D."""
+    surplus, counted = (signs[:, 1] - signs[:, 0]) / (signs.sum(1) + 16), torch.zeros_like(signs)
+    r = math.pi * surplus.clamp(0, 0.9999).atanh()
+    further = moved.clone()
+    for i in ((steps > 1) & (b != 0)).nonzero().flatten().tolist():
+        steps_of, same = int(steps[i]), bool(g[i] * b[i] > 0)
+        place = steps_of.bit_length() - 1
+        counted[place, int(same)] += 1
+        if same:
+            further[i] *= math.sqrt((1 + r[place]) / (1 + r[place] / steps_of))
+    kept = torch.where(counted.any(1, keepdim=True), 0.95, 1.0)
+    signs.mul_(kept).add_(counted)
+    return further
 
 
 def stepped(optimizer, parameter, gradients, call="bare") -> torch.Tensor:

@@ -61,7 +61,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -72,6 +72,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, Adamax, NAdam, Optimizer, RAdam
 
 from lightning_topk.core import ops
+from lightning_topk.core.ops import reference
 from lightning_topk.core.ops.reference import Rule, Stepped
 
 _BUFFERS: dict[type[Optimizer], str] = {SGD: "momentum_buffer"} | dict.fromkeys((Adam, NAdam, RAdam, Adamax), "exp_avg")
@@ -100,6 +101,7 @@ class AdaptedMomentum:
         self._inverses: list[tuple[Callable[[], None], bool]] = []  # of a step's changes; whether only after success
         self._temporary = _Temporary()  # momentum buffers and gradients
         self._tables: dict[ops.Kind, dict[str, Any]] = {}  # see ops.catch_up_
+        self._agreements: dict[torch.device, list[_Agreements]] = {}
         self._name = _steps_as(type(optimizer)) or ""
         optimizer.register_step_pre_hook(self._before_step)
         restore = optimizer.register_step_post_hook(self._restore)
@@ -165,6 +167,8 @@ class AdaptedMomentum:
     def _step_buffers(self, optimizer: Optimizer, steps: Sequence[tuple[Rule, bool, Sequence[_Member]]]) -> None:
         """Steps the momentum buffers. The optimizer gets temporary ones, and the gradients that its rule asks for."""
         scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        for each in chain.from_iterable(self._agreements.values()):
+            each.fold()
         members = [each for *_, several in steps for each in several]
         replaced = [each.p for rule, _, several in steps if rule.replaces for each in several]
         temporary = self._temporary.like([each.own for each in members] + replaced)
@@ -172,6 +176,9 @@ class AdaptedMomentum:
         next_buffer, next_gradient, arguments = iter(buffers), iter(gradients), []
         for rule, fuses, several in steps:
             made = next_gradient if rule.replaces else repeat(None)
+            if rule.has_squares:
+                for each in several:
+                    each.agreement = each.agreement or self._new_agreement(each.waited.device)
             arguments += [each.stepped(next(next_buffer), next(made), rule, fuses) for each in several]
         ops.catch_up_(arguments, scale, skipped, self._tables)
         self._replace(replaced, "grad", gradients)
@@ -192,8 +199,17 @@ class AdaptedMomentum:
             self._temporary = _Temporary()  # of gradients, which have the parameter's dtype
             if own.is_sparse:  # of steps before it was adapted
                 own = state[self._name] = own.to_dense()
-            member = self.members[p] = _Member(p, state, own, member.waited if member else None)
+            before, member = member, _Member(p, state, own, member.waited if member else None)
+            member.agreement = before.agreement if before and before.waited.device == member.waited.device else None
+            self.members[p] = member
         return member
+
+    def _new_agreement(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The agreement of another parameter on a device."""
+        tables = self._agreements.setdefault(device, [])
+        if not tables or not tables[-1].unused:
+            tables.append(_Agreements(device))
+        return tables[-1].unused.pop()
 
     def _replace(self, holders: Sequence[Any], name: str, values: Sequence[Any]) -> None:
         """Replaces an item of groups or states, or the ``grad`` of parameters, until the step ends."""
@@ -241,6 +257,7 @@ class _Member:
         if waited is None or waited.shape != local.shape or waited.device != local.device:
             waited = torch.zeros_like(local, dtype=torch.uint8)
         self.waited = waited  # D - 1 of each entry
+        self.agreement: tuple[Tensor, Tensor] | None = None  # r and counts of its deliveries, see `Stepped`
         self._buffer, self._shape, self._kind = local, local.shape, ops.kind_of(local, waited, local_part(p))
         moments = [x for name, x in self.state.items() if name != "step"]
         steps = [x for name, x in self.state.items() if name == "step"]
@@ -254,12 +271,37 @@ class _Member:
             x, gradient, out = local_part(x), local_part(gradient), local_part(out)
             other = None if other is None else local_part(other)
         alike = fuses or (ops.alike(x, own) and ops.alike(gradient, own) and gradient.dtype == x.dtype)
-        return Stepped(own, self.waited, gradient, out, x, other, rule), self._kind if alike else None
+        agreement = self.agreement if rule.has_squares and self.agreement else (None, None)
+        return Stepped(own, self.waited, gradient, out, x, other, rule, *agreement), self._kind if alike else None
 
     def may_fuse(self) -> bool:
         """Whether a fused step can take its tensors; on a CPU it checks neither shapes nor strides."""
         p, gradient = self.p, self.p.grad
         return self._fusible and _fusible(self._shape, p, p if gradient is None else gradient)
+
+
+class _Agreements:
+    """How far the gradients that parameters on one device receive agree, for all of them together; see :class:`.Stepped`.
+
+    ``unused`` has the r and counts of each parameter that is still to come.
+    """
+
+    SIZE = 256
+    KEPT = 0.95
+    """What each step that delivers gradients of a range of D keeps of its counts of steps before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts = torch.zeros(self.SIZE, 2 * reference.RANGES, device=device)
+        self._fresh = torch.zeros_like(self._counts, dtype=torch.int32)  # integers are the same in any order of sums
+        self._ratios = torch.zeros(self.SIZE, reference.RANGES, device=device)
+        self.unused = [*zip(self._ratios, self._fresh, strict=True)]
+
+    def fold(self) -> None:
+        """Takes the counts of the last step."""
+        counted = self._fresh.unflatten(1, (-1, 2)).any(2).repeat_interleave(2, 1)
+        self._counts.copy_(torch.where(counted, self.KEPT * self._counts + self._fresh, self._counts))
+        self._fresh.zero_()
+        self._ratios.copy_(reference.signal_to_noise(self._counts))
 
 
 _PLAIN, _FLOAT, _STRIDED = {Tensor, Parameter}, torch.float32, torch.strided  # global names are faster than attributes
@@ -368,10 +410,11 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     m, sgd, decay = _number(_momentum(group)), "dampening" in group, _number(group["weight_decay"])
     a, sign = 1 - (_number(group["dampening"]) if sgd else m), -1 if group["maximize"] else 1
     n = _number(group["betas"][1]) if "decoupled_weight_decay" in group else 1.0  # 1 without a mean of squares
+    adam = {"squares": n, "eps": 0.0 if sgd else _number(group["eps"])}
     if group.get("decoupled_weight_decay") or not (isinstance(decay, Tensor) or decay):
-        return Rule(m, a, sign, squares=n)
+        return Rule(m, a, sign, **adam)
     if not sgd:
-        return Rule(m, a, sign, decay, waits=True, squares=n)
+        return Rule(m, a, sign, decay, waits=True, **adam)
     nesterov = group["nesterov"]
     lr = _number(group["lr"]) + 1e-6  # not 0; the rate hardly depends on so small a one
     rate = (1 - kept(lr, m, a, decay, nesterov)) / lr

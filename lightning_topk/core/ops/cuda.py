@@ -250,7 +250,7 @@ def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor 
     copied to the device where they changed.
     """
     buffer, parameter, (rows, rules) = several[0].buffer, several[0].parameter, address_table(several)
-    tiles = [_ceil(row[6], SLOTS) for row in rows]
+    tiles = [_ceil(row[8], SLOTS) for row in rows]
     firsts = [end - own for end, own in zip(accumulate(tiles), tiles, strict=True)]
     if not sum(tiles):
         return  # empty shards
