@@ -28,6 +28,20 @@ counts in it as D gradients of the same energy in all, one in each of the D step
 If n is near 1, or D is 1, both are the same. Adamax, whose q is no mean, steps as in torch; NAdam also moves an entry
 by a part of the gradient itself, and takes g sqrt((1 - n^D) / (D (1 - n))) there, whose square is in q.
 
+Agreement. That is right if the D gradients are noise, whose sum is sqrt(D) times as large as one of them. Where they
+agree, the sum is D times as large, and the entry would move only 1 / sqrt(D) as far as in dense training. If they have
+the mean mu and the deviation sigma, with r = D mu^2 / sigma^2, the mean of their squares is (g^2 / D) (1 + r / D) /
+(1 + r). So an entry moves further, by the root of that::
+
+    sqrt((1 + r) / (1 + r / D))    if g has the sign of b, else 1
+
+Signs show r, bit by bit the same on all ranks. Of a parameter's deliveries that waited for D in the same range (powers
+of two), let s be the surplus of those with the sign of b, a running mean: r = pi artanh(s). For if all entries have the
+same r, s = erf(sqrt(r / 2))^2, about 1 - exp(-2 r / pi). And if a share p agrees and the rest is noise, s is p, and of
+the entries with the same sign now, 2 p / (1 + p) agree: put in place of s, that gives r. q stays: so early deliveries,
+of which no sign was known, do not count too much later. Where the optimizer's eps is larger than sqrt(q), nothing
+divides by q, and the factor falls to 1.
+
 Weight decay w of the parameter x. AdamW's is apart from the gradient, and stays. If it is part of the gradient:
 
 - Adam, NAdam, RAdam and Adamax take that of D steps with the gradient: v = m b + a (g + D w x).
@@ -281,9 +295,9 @@ class _Member:
 
 
 class _Agreements:
-    """How far the gradients that parameters on one device receive agree, for all of them together; see :class:`.Stepped`.
+    """How far the gradients of each parameter agree, in one table of a device: r, and running counts of signs.
 
-    ``unused`` has the r and counts of each parameter that is still to come.
+    ``unused`` are the rows, r and counts of a step as in :class:`.Stepped`, that no parameter has yet.
     """
 
     SIZE = 256

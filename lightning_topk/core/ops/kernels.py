@@ -569,7 +569,7 @@ def catch_up(
     places = tl.arange(0, 16)
     tl.atomic_add(counts + places, signs, mask=compares & (places > 1) & (signs > 0), sem="relaxed")
     r = tl.load(ratio + place, mask=compared & same, other=0.0)
-    typical = tl.abs(g) * tl.rsqrt(d + 1.0)
+    typical = tl.where(here, tl.abs(g) * tl.rsqrt(d + 1.0), 1.0)
     root = tl.sqrt((1.0 + r / (d + 1.0)) / (1.0 + r))
     more = tl.where(r > 0, (typical + eps) / (typical * root + eps), 1.0)
     moved = tl.where(here, more * (b + (1.0 - faded) * reach * v) + over_momentum * (more * g - less), 0.0) + shrinks

@@ -259,8 +259,8 @@ class Stepped(NamedTuple):
     parameter: Tensor  # x; read only with weight decay
     replacement: Tensor | None  # of the gradient's dtype: becomes the gradient for the optimizer's own step, or None
     rule: Rule
-    # With a mean of squares, for each range of D: r, `[RANGES]` float32, and the signs of this step, `[2 RANGES]` int32,
-    # to which the step adds. See `signal_to_noise`.
+    # With a mean of squares, for each range of D: r, `[RANGES]` float32, and counts of signs, `[2 RANGES]` int32, to which
+    # the step adds its own. See `signal_to_noise`.
     ratio: Tensor | None = None
     counts: Tensor | None = None
 
@@ -274,11 +274,11 @@ CERTAIN = 0.9999
 
 
 def signal_to_noise(counts: Tensor) -> Tensor:
-    """r of each range of D, ``[..., RANGES]`` float32, from counts of signs ``[..., 2 RANGES]``.
+    """Estimates r of each range of D, ``[..., RANGES]`` float32, from counts of signs ``[..., 2 RANGES]``.
 
-    For each range, they have the deliveries whose gradient has another sign than the momentum, then those with the same
-    sign. If D gradients of one entry have the mean mu and the deviation sigma, r = D mu^2 / sigma^2. The rule is in
-    :mod:`lightning_topk.runtime.momentum`.
+    For each range, there are the deliveries whose gradient has another sign than the momentum, then those with the same
+    sign. If the D gradients of an entry have the mean mu and the deviation sigma, r = D mu^2 / sigma^2. The formula is
+    that of :mod:`lightning_topk.runtime.momentum`.
     """
     other, same = counts.float().unflatten(-1, (RANGES, 2)).unbind(-1)
     surplus = (same - other) / (same + other + PRIOR)
