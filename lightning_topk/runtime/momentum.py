@@ -181,8 +181,8 @@ class AdaptedMomentum:
     def _step_buffers(self, optimizer: Optimizer, steps: Sequence[tuple[Rule, bool, Sequence[_Member]]]) -> None:
         """Steps the momentum buffers. The optimizer gets temporary ones, and the gradients that its rule asks for."""
         scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        for each in chain.from_iterable(self._agreements.values()):
-            each.fold()
+        for table in chain.from_iterable(self._agreements.values()):
+            table.fold()
         members = [each for *_, several in steps for each in several]
         replaced = [each.p for rule, _, several in steps if rule.replaces for each in several]
         temporary = self._temporary.like([each.own for each in members] + replaced)
@@ -190,10 +190,8 @@ class AdaptedMomentum:
         next_buffer, next_gradient, arguments = iter(buffers), iter(gradients), []
         for rule, fuses, several in steps:
             made = next_gradient if rule.replaces else repeat(None)
-            if rule.has_squares:
-                for each in several:
-                    each.agreement = each.agreement or self._new_agreement(each.waited.device)
-            arguments += [each.stepped(next(next_buffer), next(made), rule, fuses) for each in several]
+            compares = rule.has_squares
+            arguments += [each.stepped(next(next_buffer), next(made), rule, fuses, compares) for each in several]
         ops.catch_up_(arguments, scale, skipped, self._tables)
         self._replace(replaced, "grad", gradients)
         self._replace([each.state for each in members], self._name, buffers)
@@ -213,17 +211,13 @@ class AdaptedMomentum:
             self._temporary = _Temporary()  # of gradients, which have the parameter's dtype
             if own.is_sparse:  # of steps before it was adapted
                 own = state[self._name] = own.to_dense()
-            before, member = member, _Member(p, state, own, member.waited if member else None)
-            member.agreement = before.agreement if before and before.waited.device == member.waited.device else None
-            self.members[p] = member
+            member = self.members[p] = _Member(p, state, own, member)
+        if member.agreement is None:
+            tables = self._agreements.setdefault(member.waited.device, [])
+            if not tables or not tables[-1].unused:
+                tables.append(_Agreements(member.waited.device))
+            member.agreement = tables[-1].unused.pop()
         return member
-
-    def _new_agreement(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The agreement of another parameter on a device."""
-        tables = self._agreements.setdefault(device, [])
-        if not tables or not tables[-1].unused:
-            tables.append(_Agreements(device))
-        return tables[-1].unused.pop()
 
     def _replace(self, holders: Sequence[Any], name: str, values: Sequence[Any]) -> None:
         """Replaces an item of groups or states, or the ``grad`` of parameters, until the step ends."""
@@ -261,23 +255,25 @@ def _forget_undelivered(state: Mapping[Tensor, Any], members: Sequence[_Member])
 class _Member:
     """An adapted parameter, its state in the optimizer (None before its first step), and its own momentum buffer.
 
-    ``waited`` has the step counts so far, uint8 of the buffer's shape; they are not used if they do not fit it.
+    ``before`` is the same parameter's until now. Its step counts and agreement go on, if they fit the buffer.
     """
 
-    def __init__(self, p: Tensor, state: dict[str, Any] | None, own: Tensor, waited: Tensor | None) -> None:
+    def __init__(self, p: Tensor, state: dict[str, Any] | None, own: Tensor, before: _Member | None) -> None:
         self.p, self.first, self.state, self.own = p, state is None, {} if state is None else state, own
         self.dtype = p.dtype  # Module.to may change it
         local = local_part(own)
-        if waited is None or waited.shape != local.shape or waited.device != local.device:
-            waited = torch.zeros_like(local, dtype=torch.uint8)
-        self.waited = waited  # D - 1 of each entry
-        self.agreement: tuple[Tensor, Tensor] | None = None  # r and counts of its deliveries, see `Stepped`
-        self._buffer, self._shape, self._kind = local, local.shape, ops.kind_of(local, waited, local_part(p))
+        self.waited = torch.zeros_like(local, dtype=torch.uint8)  # D - 1 of each entry
+        self.agreement: tuple[Tensor, Tensor] | None = None  # r and counts of signs, see `Stepped`
+        if before and (before.waited.shape, before.waited.device) == (local.shape, local.device):
+            self.waited, self.agreement = before.waited, before.agreement
+        self._buffer, self._shape, self._kind = local, local.shape, ops.kind_of(local, self.waited, local_part(p))
         moments = [x for name, x in self.state.items() if name != "step"]
         steps = [x for name, x in self.state.items() if name == "step"]
         self._fusible = not self.first and _fusible(local.shape, *moments) and _fusible(torch.Size(), *steps)
 
-    def stepped(self, out: Tensor, other: Tensor | None, rule: Rule, fuses: bool) -> tuple[Stepped, ops.Kind | None]:
+    def stepped(
+        self, out: Tensor, other: Tensor | None, rule: Rule, fuses: bool, compares: bool
+    ) -> tuple[Stepped, ops.Kind | None]:
         """The arguments of :func:`.catch_up_`; ``fuses`` if :meth:`may_fuse` is known to be true."""
         own, x, gradient = self._buffer, self.p, self.p.grad
         assert gradient is not None
@@ -285,7 +281,7 @@ class _Member:
             x, gradient, out = local_part(x), local_part(gradient), local_part(out)
             other = None if other is None else local_part(other)
         alike = fuses or (ops.alike(x, own) and ops.alike(gradient, own) and gradient.dtype == x.dtype)
-        agreement = self.agreement if rule.has_squares and self.agreement else (None, None)
+        agreement = (self.agreement if compares else None) or (None, None)
         return Stepped(own, self.waited, gradient, out, x, other, rule, *agreement), self._kind if alike else None
 
     def may_fuse(self) -> bool:
@@ -424,11 +420,11 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     m, sgd, decay = _number(_momentum(group)), "dampening" in group, _number(group["weight_decay"])
     a, sign = 1 - (_number(group["dampening"]) if sgd else m), -1 if group["maximize"] else 1
     n = _number(group["betas"][1]) if "decoupled_weight_decay" in group else 1.0  # 1 without a mean of squares
-    adam = {"squares": n, "eps": 0.0 if sgd else _number(group["eps"])}
+    eps = _number(group.get("eps", 0.0))
     if group.get("decoupled_weight_decay") or not (isinstance(decay, Tensor) or decay):
-        return Rule(m, a, sign, **adam)
+        return Rule(m, a, sign, squares=n, eps=eps)
     if not sgd:
-        return Rule(m, a, sign, decay, waits=True, **adam)
+        return Rule(m, a, sign, decay, waits=True, squares=n, eps=eps)
     nesterov = group["nesterov"]
     lr = _number(group["lr"]) + 1e-6  # not 0; the rate hardly depends on so small a one
     rate = (1 - kept(lr, m, a, decay, nesterov)) / lr

@@ -259,8 +259,8 @@ class Stepped(NamedTuple):
     parameter: Tensor  # x; read only with weight decay
     replacement: Tensor | None  # of the gradient's dtype: becomes the gradient for the optimizer's own step, or None
     rule: Rule
-    # With a mean of squares, for each range of D: r, `[RANGES]` float32, and counts of signs, `[2 RANGES]` int32, to which
-    # the step adds its own. See `signal_to_noise`.
+    # With a mean of squares, see `signal_to_noise`: r of each range of D, `[RANGES]` float32, and counts of signs,
+    # `[2 RANGES]` int32, to which the step adds its own.
     ratio: Tensor | None = None
     counts: Tensor | None = None
 
@@ -313,7 +313,7 @@ def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | N
     if replacement is not None:
         squares = (1 - rule.squares ** (d + 1)) / ((d + 1) * (1 - rule.squares))
         less = g if not rule.has_squares else torch.where(first, g, g * squares.sqrt())
-        more = 1.0
+        more: Tensor | float = 1.0  # how many times as far gradients that agree move an entry
         if ratio is not None and counts is not None:
             compared, same, steps = delivered & ~first & (b != 0), (g > 0) == (b > 0), d + 1
             place = torch.frexp(steps).exponent.long() - 1  # of the range of D
