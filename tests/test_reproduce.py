@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lab import data, training
+from lab import data, problems, training
 from lab.bench import steps
 from lab.papers import at_size, deliveries, fine_tuning, lag, speedup
 from lightning_topk.config import TopKConfig
@@ -30,7 +30,7 @@ def images(tmp_path):
 def little_text(monkeypatch):
     """A twentieth of the text."""
     parts = [part[::20] for part in vars(data.documentation()).values() if isinstance(part, torch.Tensor)]
-    monkeypatch.setattr(training, "documentation", lambda: data.Data(*parts))
+    monkeypatch.setattr(problems, "documentation", lambda: data.Data(*parts))
 
 
 ADAMW = training.Optimizer(0.01, 0.9, kind="AdamW", cosine=True, clip_norm=1.0)
@@ -42,7 +42,7 @@ ADAMW = training.Optimizer(0.01, 0.9, kind="AdamW", cosine=True, clip_norm=1.0)
 )
 def test_simulated_training_learns_and_sends_what_is_predicted(little_text, images, model, optimizer, steps):
     folder = images if model == "convnet" else None
-    start = training.Problem(model, 0, folder)
+    start = problems.Problem(model, 0, folder)
     before, *_ = start.evaluate(start.start)
     run = training.train(model, TopKConfig(ratio=0.1), 2, steps, optimizer, 0, 5, data=folder)
     assert run.loss < before
@@ -76,14 +76,14 @@ def test_every_optimizer_of_the_lab_learns(little_text, kind):
     package = {"Lion": "lion_pytorch", "schedule-free": "schedulefree"}.get(kind)
     if package is not None:
         pytest.importorskip(package)
-    before, _ = training.Problem("gpt", 0).held_out(training.Problem("gpt", 0).start)
+    before, _ = problems.Problem("gpt", 0).held_out(problems.Problem("gpt", 0).start)
     optimizer = replace(ADAMW, kind=kind)
     run = training.train("gpt", TopKConfig(saving=50), 2, 8, optimizer, 0, 4, every=4)
     assert run.curve[-1][1] < run.curve[0][1] < before
 
 
 def test_diloco_through_ours_sends_what_is_predicted_and_delivers_as_in_full():
-    optimizer, sizes = training.Optimizer(0.1), [p.numel() for p in training.Problem("mlp", 0).parameters]
+    optimizer, sizes = training.Optimizer(0.1), [p.numel() for p in problems.Problem("mlp", 0).parameters]
     full, every, some = (
         training.train("mlp", partial(training.DiLoCo, 2, 0.7, config), 2, 6, optimizer, 0, 10)
         for config in (None, TopKConfig(ratio=1, wire="fp32"), TopKConfig(ratio=0.1))
@@ -96,7 +96,7 @@ def test_diloco_through_ours_sends_what_is_predicted_and_delivers_as_in_full():
 
 
 def test_simulated_gradients_are_autograds():
-    mlp = training.Problem("mlp", seed=0)
+    mlp = problems.Problem("mlp", seed=0)
     batches = torch.tensor([[0, 1, 2], [3, 4, 5]])
     for batch, gradient in zip(batches, mlp.gradients(mlp.start, batches, torch.Generator()), strict=True):
         mlp.net.zero_grad()

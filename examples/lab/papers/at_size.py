@@ -59,6 +59,8 @@ COURSES: Mapping[str, Course] = {
     "huge gpt": Course(_adamw(6e-4), 8, 10),
     "narrow resnet18": Course(_sgd(0.03), 8, 3, images=True),
     "resnet18": Course(_sgd(0.03), 16, 6, images=True),
+    "diffusion": Course(Optimizer(1e-4, 0.9, "Adam 0.99", clip_norm=1.0), 32, 1, images=True, workers=2),
+    "ppo": Course(Optimizer(3e-4, 0.9, "Adam 0.999", clip_norm=0.5, eps=1e-5), 8, 1, workers=2),
 }
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lab.papers.at_size import COURSES
 from lab.report import Panel, Result
-from lab.training import LANGUAGE, Problem, Workers, run_all
+from lab.problems import Problem
+from lab.training import LANGUAGE, Workers, run_all
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import Row
 from lightning_topk.runtime.momentum import adapt_momentum

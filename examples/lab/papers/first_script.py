@@ -18,7 +18,7 @@ from lab.hosts import local
 from lab.models import MODELS
 from lab.papers.at_size import COURSES, EVERYONES
 from lab.report import Result
-from lab.training import Problem
+from lab.problems import Problem
 from lightning_topk import attach
 
 SYSTEMS = ("DDP", "saving=50", "saving=50, three buckets")
