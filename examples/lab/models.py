@@ -241,7 +241,7 @@ class TimedBlock(nn.Module):
 
 
 class UNet(nn.Module):
-    """A U-Net of two levels that finds the noise in images (Ho et al. 2020), with group norms: 0.2 million parameters."""
+    """Finds the noise in images (Ho et al. 2020): a U-Net of two levels with group norms, 0.2 million parameters."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -304,8 +304,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "diffusion": UNet,
     "ppo": Walker,
 }
-"""Models for simulated workers: four for digits (``mlp`` is the thesis's 784-64-10 at this size), five for 32 x 32
-colour images (``narrow resnet18`` has 2.8 million parameters), six for text (``huge gpt`` has 85 million)."""
+"""Models for simulated workers: four for digits (``mlp`` is the thesis's 784-64-10 at this size), six for colour images
+(``narrow resnet18`` has 2.8 million parameters), six for text (``huge gpt`` has 85 million), one for agents."""
 LARGE = ("large gpt", "huge gpt")
 """Models that learn source code, in long pieces; ``tied gpt`` in short ones."""
 TEXT = ("char lstm", "gpt", "gpt2", "tied gpt", *LARGE)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from typing_extensions import override
 
 from lab.commands import need
 from lab.data import Data
-from lab.problems import problem_of
+from lab.problems import PROBLEMS, Problem
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.guards import Applied
 from lightning_topk.runtime.applied import Clipping
@@ -38,6 +37,7 @@ T = TypeVar("T")
 class Run:
     """A training run: final losses and norm of the weights, infinite if it diverged, and accuracy in percent.
 
+    Of agents, the losses are those of reward, and the reward of 100 steps takes the place of accuracy.
     Bytes are per rank and step.
     ``union`` has the number of nonzero delivered entries and ``seen`` the result of ``observe``, step by step.
     ``curve`` has steps, held-out loss, and accuracy in percent.
@@ -57,7 +57,9 @@ class Run:
 
 LANGUAGE = ("AdamW 0.95", "AdamW 0.99", "AdamW 0.999")
 """AdamW as language models use it: with this second beta, and a decay of 0.1 on matrices alone."""
-OPTIMIZERS = ("SGD", "AdamW", *LANGUAGE, "Adam 0.99", "Adam 0.999", "Muon", "Adafactor", "RMSprop", "Adagrad", "Lion", "schedule-free")
+ADAM = ("Adam 0.99", "Adam 0.999")
+"""Adam with this second beta."""
+OPTIMIZERS = ("SGD", "AdamW", *LANGUAGE, *ADAM, "Muon", "Adafactor", "RMSprop", "Adagrad", "Lion", "schedule-free")
 """Kinds of :class:`Optimizer`. Muon steps the matrices of hidden layers, and AdamW the rest; schedule-free is AdamW."""
 OF_MATRICES = (*LANGUAGE, "Muon", "Adafactor")
 """Kinds that need the shapes of the parameters."""
@@ -70,7 +72,7 @@ class Optimizer:
     After ``warmup`` steps the learning rate falls to ``least`` of itself along half a ``cosine``, or is constant, as in
     the thesis.
     The mean gradient is clipped to ``clip_norm`` after the exchange, as ``gradient_clip_val`` does. SGD alone has
-    ``weight_decay``; the others have their own default.
+    ``weight_decay``, and :data:`ADAM` alone ``eps``; the others have their own default.
     """
 
     lr: float
@@ -88,7 +90,7 @@ class Optimizer:
         lr, m, all_of_them, optim = self.lr, self.momentum, [*parameters.values()], torch.optim
         if self.kind == "SGD":
             return [optim.SGD(all_of_them, lr, m, weight_decay=self.weight_decay)]
-        if self.kind.startswith("Adam "):
+        if self.kind in ADAM:
             return [optim.Adam(all_of_them, lr, (m, float(self.kind.split()[1])), self.eps)]
         if self.kind == "AdamW":
             return [optim.AdamW(all_of_them, lr, (m, 0.999))]
@@ -275,21 +277,21 @@ def train(
         model: Name of the model.
         config: Settings of our exchange, or a function of workers and parameter shapes that makes another one, with
             ``step`` and ``sent_bytes`` as :class:`lightning_topk.simulate.Cluster` has them. The other one, unless it
-            is :class:`LocalSGD`, must depend on the mean of the gradients alone: they are computed for up to 32
-            examples at once, which is faster.
+            is :class:`LocalSGD`, must depend on the mean of the gradients alone: they are computed for several
+            workers at once, which is faster, see :attr:`lab.problems.Problem.together`.
         workers: Number of simulated workers.
         steps: Number of steps.
         optimizer: The optimizer.
         seed: Seed of the parameters and the batches.
         batch: Examples per worker and step, drawn from all training data.
         observe: Called before each exchange with the cluster and the workers' gradients.
-        data: As for :class:`Problem`.
+        data: As for :class:`lab.problems.Problem`.
         every: Steps between points of the curve, which use a quarter of the held-out data. Default: no curve.
         device: Device to compute on.
         start: File of an earlier run's weights and optimizer states to go on from.
         keep: File to write them to.
     """
-    problem = problem_of(model, seed, data, device)
+    problem = PROBLEMS.get(model, Problem)(model, seed, data, device)
     saved = None if start is None else torch.load(start)
     if saved is not None:
         problem.start.copy_(saved["weights"])
@@ -301,7 +303,7 @@ def train(
     else:
         ranks = config(workers, shapes)
         if not isinstance(ranks, LocalSGD):
-            together = math.gcd(workers, max(1, problem.AT_ONCE // batch))
+            together = math.gcd(workers, max(1, problem.together // batch))
     drawn = workers // together, together * batch
     # Each has the weights of all workers, or of one.
     weights = [problem.start.clone() for _ in range(workers if isinstance(ranks, LocalSGD) else 1)]
