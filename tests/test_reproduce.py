@@ -163,7 +163,7 @@ def test_simulated_power_sgd_delivers_low_ranks_exactly_and_loses_nothing():
 def test_deliveries_equal_dense_trainings_if_everything_is_delivered(monkeypatch):
     text = data.source_code(64)
     parts = [part[::500] for part in vars(text).values() if isinstance(part, torch.Tensor)]
-    monkeypatch.setattr(training, "source_code", lambda _: data.Data(*parts))
+    monkeypatch.setattr(problems, "source_code", lambda _: data.Data(*parts))
     monkeypatch.setattr(deliveries, "TopKConfig", lambda saving: TopKConfig(ratio=1, wire="fp32"))
     waits, layers = deliveries.measure("AdamW 0.95", 0.003, 10)
     assert [*waits[0].values()][1:] == pytest.approx([1, 1, 1], rel=1e-3)
