@@ -159,7 +159,7 @@ class Agents(Problem):
         self, model: str, seed: int, data: Data | Path | None = None, device: torch.device | str = "cpu"
     ) -> None:
         super().__init__(model, seed, None, device)
-        self.examples = 1
+        self.examples = 1  # nothing is drawn
         self._rewards: list[float] = []
         self._played: list[tuple[Tensor, ...]] = []
         self._steps, self._ages = 0, torch.zeros(())
