@@ -221,11 +221,11 @@ def rates() -> str:
             continue
         best = {name: at_size.best_rate(model, ends) for name, ends in (("dense", dense), ("ours", ours)) if ends}
         for rate in dense:
-            images, here = at_size.COURSES[model].images, ours.get(rate, {})
-            row: Row = {"model": f"{model} ({'points' if images else '%'})", "examples": each.batch}
+            points, here = at_size.COURSES[model].points, ours.get(rate, {})
+            row: Row = {"model": f"{model} ({'points' if points else '%'})", "examples": each.batch}
             row |= {"steps": f"{each.steps:,}", "learning rate": f"{rate:g}"}
             for title, ends, name in (("dense", dense[rate], "dense"), ("saving 50", here, "ours")):
-                words = in_words([*ends.values()], ".2f" if images else ".3f")
+                words = in_words([*ends.values()], ".2f" if points else ".3f")
                 row[title] = f"{words}, best" if rate == best.get(name) and len(dense) >= GRID and words else words
             row["behind dense at this rate"] = in_words(at_size.gaps(model, here, dense[rate]), "+.2f")
             row["behind dense at its best"] = in_words(at_size.gaps(model, here, dense[best["dense"]]), "+.2f")
