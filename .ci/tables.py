@@ -448,9 +448,9 @@ def main() -> None:
         draw(logged, RUNS / "monitor.svg")
         found, rates, _ = raced()
         panels = race.panels(found, rates, DRAWN)
-        titles = [f"GPT, {words(rate)}: 2 emulated hosts, one CPU core each, seed 0" for rate in rates]
+        titles = [f"{words(rate)} between 2 emulated hosts, seed 0" for rate in rates]
         titled = [replace(each, title=title, inside="upper right") for each, title in zip(panels, titles, strict=True)]
-        draw(titled, RUNS / "race.svg", columns=1)
+        draw(titled, RUNS / "race.svg")
     for each in PAGES:
         each.write_text(filled(each.read_text()))
 
