@@ -285,6 +285,41 @@ def others() -> str:
     return page([{head: row.get(head, "") for head in heads} for row in (dense, ours, *rest)])
 
 
+COMPARED = {"gpt": 0.01, "large gpt": 0.001}
+"""Models that other methods trained too, 1,000 steps, and dense training's best rate."""
+METHODS = ("dense", "saving 50", "PowerSGD", "local 10", "local 50", "DiLoCo 30 at 0.7", "DiLoCo 100 at 1.0")
+"""Methods of these models."""
+
+
+def methods() -> str:
+    """Held-out losses of all methods on all models; ours in bold where another one's is lower."""
+    rows = {row[""]: row for row in json.loads((RUNS / "methods.json").read_text())}
+    runs = Runs(RUNS / "at-size.jsonl")
+    for model, rate in COMPARED.items():
+        for system in METHODS:
+            if ends := at_size.ends(runs, at_size.setup(model, 1000), system).get(rate):
+                row = rows.setdefault(system, {"": system})
+                row[f"{model}, 1,000"] = in_words([*ends.values()], ".3f")
+    for head, ours in rows["saving 50"].items():
+        least = [float(row[head].split()[0]) for row in rows.values() if head and head in row and row[""] != "dense"]
+        if head and min(least) < float(ours.split()[0]):
+            rows["saving 50"][head] = f"**{ours}**"
+    heads = dict.fromkeys(head for row in rows.values() for head in row)
+    return page([{head: row.get(head, "") for head in heads} for row in rows.values()])
+
+
+def preempted() -> str:
+    """Runs that lose in the middle what waits, and runs that do not."""
+    found, rows = Runs(RUNS / "at-size.jsonl"), []
+    for each in at_size.known(found):
+        for rate, lost in at_size.ends(found, each, "saving 50 preempted").items():
+            kept = at_size.ends(found, each, "saving 50")[rate]
+            row: Row = {"model": each.model, "steps": f"{each.steps:,}", "kept": in_words([*kept.values()], ".3f")}
+            row["lost once"] = in_words([*lost.values()], ".3f")
+            rows.append(row | {"behind, %": in_words(at_size.gaps(each.model, lost, kept), "+.2f")})
+    return page(rows)
+
+
 LEFT_OUT = ("no exchange", "saving=150", "ratio=0.001", "DiLoCo")
 """Rows of the bench's output that the README leaves out."""
 
@@ -390,6 +425,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench": pasted,
     "at-size": rates,
     "at-size-others": others,
+    "methods": methods,
+    "preempted": preempted,
     "optimizers": optimizers,
     "diloco": diloco,
     "bench-hosts": lambda: steps("hosts", also="CPU ms a rank", title="CPU ms of a rank, by link"),
