@@ -24,7 +24,7 @@ from lab.bench import race, wire
 from lab.data import LENGTH, LONG
 from lab.models import LARGE, TEXT
 from lab.papers import at_size, fine_tuning, lag, saving_curves
-from lab.report import Panel, draw, in_words, standard_error
+from lab.report import Panel, draw, in_words
 from lab.training import Runs
 from lightning_topk import plan
 from lightning_topk.config import TopKConfig
