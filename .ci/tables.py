@@ -399,11 +399,11 @@ def decided() -> str:
         by_peer = {peer["peer"]: peer["ms a step"] for peer in peers}
         alone[words(rate)] = compared(*(by_peer[each] for each in names))
     rows = {
-        "ResNet-18 on CPUs, measured": small,
-        "GPT, 10.8 million, on CPUs, measured": large,
-        "25 million on CPUs, exchange alone, measured": alone,
-        "ResNet-50 on an H200, calculated": calculated("resnet50", 25_600_000),
-        "GPT-2 on an H200, calculated": calculated("gpt2", GPT2),
+        "ResNet-18, 4 small images, CPUs: measured": small,
+        "GPT, 10.8 million, CPUs: measured": large,
+        "25 million, exchange alone, CPUs: measured": alone,
+        "ResNet-50, 64 images, H200: calculated": calculated("resnet50", 25_600_000),
+        "GPT-2, 8 texts, H200: calculated": calculated("gpt2", GPT2),
     }
     heads = ("100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "25 Gbit/s", "100 Gbit/s")
     return page([{"": name} | {head: row.get(head, "") for head in heads} for name, row in rows.items()])

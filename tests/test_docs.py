@@ -276,12 +276,12 @@ def test_figures_that_stand_in_the_readme_are_those_of_the_guides():
     )
     cells = {row.split("|")[1].strip(): row.split("|") for row in settings.splitlines() if row.startswith("| ")}
     muon, lion = (round(float(cells[name][5].split()[0])) for name in ("Muon", "Lion"))
-    assert f"Muon ends {muon} % behind, and Lion {lion} %." in README
+    assert f"with Muon a GPT ends {muon} % behind, with Lion {lion} %." in README
     power = re.search(r"\| PowerSGD 5 [^\n]*\| \+([\d.]+) \(1 seed", archive)[1]
     assert f"a GPT ends [{float(power):.0f} % behind]" in README
     lost, error = re.search(r"\| tied gpt \| 300 [^\n]*\| \+([\d.]+) ± ([\d.]+)", archive).groups()
     assert f"costs a GPT {lost} ± {error} % of its loss" in RESUME
-    assert f"cost {float(lost):.1f} % of the loss each" in README
+    assert f"cost {float(lost):.1f} % of the loss." in README
 
 
 @pytest.mark.trainer
