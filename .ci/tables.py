@@ -299,7 +299,7 @@ def methods() -> str:
         for system in METHODS:
             if ends := at_size.ends(runs, at_size.setup(model, 1000), system).get(rate):
                 row = rows.setdefault(system, {"": system})
-                row[f"{model}, 1,000"] = in_words([*ends.values()], ".3f")
+                row[f"{model.replace('gpt', 'GPT')}, 1,000"] = in_words([*ends.values()], ".3f")
     for head, ours in rows["saving 50"].items():
         least = [float(row[head].split()[0]) for row in rows.values() if head and head in row and row[""] != "dense"]
         if head and min(least) < float(ours.split()[0]):
