@@ -310,7 +310,7 @@ def methods() -> str:
 
 def preempted() -> str:
     """Runs that lose in the middle what waits, and runs that do not."""
-    found, rows = Runs(RUNS / "at-size.jsonl"), []
+    found, rows = Runs(RUNS / "preempted.jsonl"), []
     for each in at_size.known(found):
         for rate, lost in at_size.ends(found, each, "saving 50 preempted").items():
             kept = at_size.ends(found, each, "saving 50")[rate]
