@@ -209,8 +209,8 @@ def result(shown: Shown, batch: str, rate: str, dense: dict[int, float], ours: d
     gaps = [100 * (now / before - 1) if text else before - now for before, now in both]
     row = {"model": shown.title, "steps": f"{shown.steps:,}", "batch": batch, "rate": rate, "seeds": len(both)}
     means = (f"{mean(values):{style}}{unit}" for values in zip(*both, strict=True))
-    row |= dict(zip(("dense", "saving 50"), means, strict=True))
-    return row | {"behind dense": behind(gaps, " %" if text else " points")}
+    row |= dict(zip(("DDP", "saving 50"), means, strict=True))
+    return row | {"behind DDP": behind(gaps, " %" if text else " points")}
 
 
 def rates() -> str:
