@@ -13,6 +13,8 @@ from lab import data, problems, training
 from lab.bench import steps
 from lab.papers import at_size, deliveries, fine_tuning, lag, speedup
 from lightning_topk.config import TopKConfig
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
+from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
 
@@ -204,6 +206,19 @@ def test_at_size_compares_systems_and_rates_and_repeats_no_run(little_text, monk
     assert result.panels[0].curves["dense"][0] == [1e-6, 0.01]
     monkeypatch.setattr(training, "run_all", lambda jobs, *_: {}[next(iter(jobs))] if jobs else {})
     assert measured(models=["gpt"], rates=["0.01", "1e-6"]).tables == result.tables
+
+
+def test_a_preempted_run_loses_all_that_waits_and_how_long_it_has_waited():
+    cluster, p = Cluster(TopKConfig(ratio=0.1), 2, 100), torch.nn.Parameter(torch.zeros(100))
+    optimizer = torch.optim.SGD([p], 0.1, 0.9)
+    adapt_momentum([optimizer], cluster)
+    memories = [link.memory.residual for end in cluster.endpoints for link in end.links]
+    for step in range(3):
+        at_size.preempt(2, cluster, [])
+        waits = [bool(each.any()) for each in memories] + [bool(AdaptedMomentum.of(optimizer).members)]
+        assert waits == [step == 1] * len(waits)
+        p.grad = cluster.step([torch.randn(100), torch.randn(100)])[0]
+        optimizer.step()
 
 
 def test_a_run_lags_only_where_dense_training_does_not_overfit():

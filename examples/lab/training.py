@@ -179,8 +179,8 @@ class DiLoCo(LocalSGD):
     Args:
         period: H, the local steps between exchanges.
         rate: The learning rate of the outer optimizer.
-        config: Settings of our exchange, which then sends the movements, as in SparseLoCo (Sarfi et al. 2025); the
-            outer momentum is adapted. Default: they are averaged in full.
+        config: Settings of our exchange, which then sends the movements, as in SparseLoCo (Sarfi et al. 2025), which
+            has no outer momentum; here it is adapted. Default: they are averaged in full.
         workers: Number of workers.
         shapes: Shapes of the parameters.
     """

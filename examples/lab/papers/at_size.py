@@ -22,6 +22,8 @@ from lab.report import Panel, Result, in_words, standard_error
 from lab.training import OPTIMIZERS, DiLoCo, LocalSGD, Optimizer, Runs, train
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import Row
+from lightning_topk.runtime.momentum import AdaptedMomentum
+from lightning_topk.simulate import Cluster
 
 _adamw = partial(Optimizer, momentum=0.9, kind="AdamW", cosine=True, clip_norm=1.0, warmup=100)
 EVERYONES = Optimizer(3e-3, 0.9, "AdamW 0.99", cosine=True, clip_norm=1.0, warmup=20, least=0.1)
@@ -30,12 +32,13 @@ WORKERS = 8
 OURS = tuple(f"saving {amount}" for amount in (10, 30, 50, 100, 150, 400))
 _diloco = tuple(f"DiLoCo {period} at {rate}" for period in (30, 100) for rate in (0.4, 0.7, 1.0))
 SYSTEMS = (
-    *("dense", *OURS, "ratio 0.001", "saving 50 not adapted", "PowerSGD", "local 10", "local 50"),
+    *("dense", *OURS, "ratio 0.001", "saving 50 not adapted", "saving 50 preempted"),
+    *("PowerSGD", "local 10", "local 50"),
     *_diloco,
     *(f"{name} saving 50" for name in _diloco),
 )
 """``local 50`` is post-local SGD that averages the weights every 50 steps. ``DiLoCo 30 at 0.7`` exchanges every 30,
-with an outer learning rate of 0.7; with ``saving 50``, through our exchange."""
+with an outer learning rate of 0.7; with ``saving 50``, through our exchange. ``preempted``: see :func:`preempt`."""
 BOTH = ("dense", "saving 50")
 LOSS, ACCURACY = "held-out loss", "held-out accuracy %"
 
@@ -174,6 +177,19 @@ def exchange(system: str, course: Course) -> Any:
     return partial(PowerSGD, course.powersgd if name == "PowerSGD" else 0)
 
 
+def preempt(at: int, cluster: Cluster, gradients: Sequence[Tensor]) -> None:
+    """Zeroes before step ``at`` what a checkpoint at preemption lacks: the residuals, and the optimizers' step counts.
+
+    It is called before every step.
+    """
+    if cluster.steps == at:
+        for memory in (link.memory for end in cluster.endpoints for link in end.links):
+            for tensor in memory.tensors().values():
+                tensor.zero_()
+        for adapted in AdaptedMomentum._instances.values():
+            adapted.members.clear()
+
+
 def train_run(
     setup: Setup, system: str, rate: float, seed: int, data: Path | None, device: str = "cpu"
 ) -> dict[str, Any]:
@@ -181,6 +197,8 @@ def train_run(
     model, kind, batch, steps, workers = setup
     course = COURSES[model]
     options: dict[str, Any] = {"every": max(1, steps // 12), "device": device, "data": data if course.images else None}
+    if "preempted" in system:
+        options["observe"] = partial(preempt, steps // 2)
     optimizer = replace(course.optimizer, lr=rate, kind=kind)
     ended = train(model, exchange(system, course), workers, steps, optimizer, seed, batch, **options)
     sent = ended.uplink_bytes + ended.downlink_bytes
