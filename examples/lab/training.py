@@ -61,8 +61,6 @@ ADAM = ("Adam 0.99", "Adam 0.999")
 """Adam with this second beta."""
 OPTIMIZERS = ("SGD", "AdamW", *LANGUAGE, *ADAM, "Muon", "Adafactor", "RMSprop", "Adagrad", "Lion", "schedule-free")
 """Kinds of :class:`Optimizer`. Muon steps the matrices of hidden layers, and AdamW the rest; schedule-free is AdamW."""
-OF_MATRICES = (*LANGUAGE, "Muon", "Adafactor")
-"""Kinds that need the shapes of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -307,10 +305,8 @@ def train(
     drawn = workers // together, together * batch
     # Each has the weights of all workers, or of one.
     weights = [problem.start.clone() for _ in range(workers if isinstance(ranks, LocalSGD) else 1)]
-    names, parts = [name for name, _ in problem.net.named_parameters()], [[theta] for theta in weights]
-    if optimizer.kind in OF_MATRICES:
-        parts = [problem.weights(theta) for theta in weights]
-    stepped = [optimizer.make(dict(zip(names, each, strict=False))) for each in parts]
+    names, parts = [name for name, _ in problem.net.named_parameters()], [*map(problem.weights, weights)]
+    stepped = [optimizer.make(dict(zip(names, each, strict=True))) for each in parts]
     if saved is not None:
         for optimizers in stepped:
             for one, state in zip(optimizers, saved["optimizers"], strict=True):
@@ -335,8 +331,7 @@ def train(
             delivered = ranks.step(gradients, epoch=step // epoch_steps)
         run.union.append(int(delivered[0].count_nonzero()))
         for each, made, gradient in zip(parts, stepped, delivered, strict=False):
-            gradients = problem.weights(gradient) if optimizer.kind in OF_MATRICES else [gradient]
-            for part, its in zip(each, gradients, strict=True):
+            for part, its in zip(each, problem.weights(gradient), strict=True):
                 part.grad = its
             optimizer.step(made, step, steps)
         if isinstance(ranks, Workers):
