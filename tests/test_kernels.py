@@ -364,6 +364,21 @@ def test_the_fused_receive_equals_the_separate_steps(wire, shape):
 
 
 @on_a_device
+def test_signs_are_folded_in_one_launch_like_in_the_reference():
+    """A range of D without deliveries in the last step keeps its counts, a parameter without any has r = 0."""
+    ends, fresh = [], torch.randint(0, 40, (5, 16), dtype=torch.int32, device=DEVICE)
+    fresh[0, 4:], fresh[1], fresh[2, ::2] = 0, 0, 0
+    for version in (cuda, reference):
+        tensors = torch.zeros(5, 16, device=DEVICE), fresh.clone(), torch.ones(5, 8, device=DEVICE)
+        version.fold_signs_(*tensors)
+        tensors[1].copy_(fresh.roll(1, 0))
+        version.fold_signs_(*tensors)
+        ends.append(tensors)
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
+    assert not ends[0][1].any()
+
+
+@on_a_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
 def test_momentum_buffers_catch_up_in_one_launch_like_in_the_reference(dtype, skipped):

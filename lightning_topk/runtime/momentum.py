@@ -182,7 +182,7 @@ class AdaptedMomentum:
         """Steps the momentum buffers. The optimizer gets temporary ones, and the gradients that its rule asks for."""
         scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         for table in chain.from_iterable(self._agreements.values()):
-            table.fold()
+            ops.fold_signs_(*table.tensors)
         members = [each for *_, several in steps for each in several]
         replaced = [each.p for rule, _, several in steps if rule.replaces for each in several]
         temporary = self._temporary.like([each.own for each in members] + replaced)
@@ -191,6 +191,8 @@ class AdaptedMomentum:
         for rule, fuses, several in steps:
             made = next_gradient if rule.replaces else repeat(None)
             compares = rule.has_squares
+            for each in several if compares else ():
+                each.agreement = each.agreement or self._agreement(each.waited.device)
             arguments += [each.stepped(next(next_buffer), next(made), rule, fuses, compares) for each in several]
         ops.catch_up_(arguments, scale, skipped, self._tables)
         self._replace(replaced, "grad", gradients)
@@ -212,12 +214,14 @@ class AdaptedMomentum:
             if own.is_sparse:  # of steps before it was adapted
                 own = state[self._name] = own.to_dense()
             member = self.members[p] = _Member(p, state, own, member)
-        if member.agreement is None:
-            tables = self._agreements.setdefault(member.waited.device, [])
-            if not tables or not tables[-1].unused:
-                tables.append(_Agreements(member.waited.device))
-            member.agreement = tables[-1].unused.pop()
         return member
+
+    def _agreement(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The agreement of one more parameter on a device."""
+        tables = self._agreements.setdefault(device, [])
+        if not tables or not tables[-1].unused:
+            tables.append(_Agreements(device))
+        return tables[-1].unused.pop()
 
     def _replace(self, holders: Sequence[Any], name: str, values: Sequence[Any]) -> None:
         """Replaces an item of groups or states, or the ``grad`` of parameters, until the step ends."""
@@ -297,21 +301,12 @@ class _Agreements:
     """
 
     SIZE = 256
-    KEPT = 0.95
-    """What each step that delivers gradients of a range of D keeps of its counts of steps before."""
 
     def __init__(self, device: torch.device) -> None:
-        self._counts = torch.zeros(self.SIZE, 2 * reference.RANGES, device=device)
-        self._fresh = torch.zeros_like(self._counts, dtype=torch.int32)  # integers are the same in any order of sums
-        self._ratios = torch.zeros(self.SIZE, reference.RANGES, device=device)
-        self.unused = [*zip(self._ratios, self._fresh, strict=True)]
-
-    def fold(self) -> None:
-        """Takes the counts of the last step."""
-        counted = self._fresh.unflatten(1, (-1, 2)).any(2).repeat_interleave(2, 1)
-        self._counts.copy_(torch.where(counted, self.KEPT * self._counts + self._fresh, self._counts))
-        self._fresh.zero_()
-        self._ratios.copy_(reference.signal_to_noise(self._counts))
+        counts = torch.zeros(self.SIZE, 2 * reference.RANGES, device=device)
+        self.tensors = counts, counts.int(), torch.zeros(self.SIZE, reference.RANGES, device=device)  # see fold_signs_
+        _, fresh, ratio = self.tensors
+        self.unused = [*zip(ratio, fresh, strict=True)]
 
 
 _PLAIN, _FLOAT, _STRIDED = {Tensor, Parameter}, torch.float32, torch.strided  # global names are faster than attributes

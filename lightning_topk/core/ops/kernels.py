@@ -515,6 +515,25 @@ def _word_at(start, slot, wanted, BYTES: tl.constexpr):
 
 
 @launched
+def fold_signs(
+    counts, fresh, ratio,
+    RANGES: tl.constexpr, KEPT: tl.constexpr, PRIOR: tl.constexpr, CERTAIN: tl.constexpr, HALF_PI: tl.constexpr,
+):  # fmt: skip
+    """Takes the signs of the last step, see ``reference.fold_signs_``. A program has the row of a parameter."""
+    place = tl.program_id(0) * RANGES + tl.arange(0, RANGES)
+    other, same = tl.load(counts + 2 * place), tl.load(counts + 2 * place + 1)
+    new_other, new_same = tl.load(fresh + 2 * place), tl.load(fresh + 2 * place + 1)
+    kept = tl.where(new_other + new_same > 0, KEPT, 1.0)
+    other, same = kept * other + new_other.to(tl.float32), kept * same + new_same.to(tl.float32)
+    surplus = tl.minimum(tl.maximum((same - other) / (same + other + PRIOR), 0.0), CERTAIN)
+    tl.store(ratio + place, HALF_PI * tl.log((1.0 + surplus) / (1.0 - surplus)))
+    tl.store(counts + 2 * place, other)
+    tl.store(counts + 2 * place + 1, same)
+    tl.store(fresh + 2 * place, tl.zeros_like(new_other))
+    tl.store(fresh + 2 * place + 1, tl.zeros_like(new_same))
+
+
+@launched
 def catch_up(
     table, owners, rules, scale, inverse, skipped,
     BUFFER: tl.constexpr, GRADIENT: tl.constexpr, SCALED: tl.constexpr, SKIPPABLE: tl.constexpr, TILE: tl.constexpr,

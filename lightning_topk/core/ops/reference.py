@@ -259,7 +259,7 @@ class Stepped(NamedTuple):
     parameter: Tensor  # x; read only with weight decay
     replacement: Tensor | None  # of the gradient's dtype: becomes the gradient for the optimizer's own step, or None
     rule: Rule
-    # With a mean of squares, see `signal_to_noise`: r of each range of D, `[RANGES]` float32, and counts of signs,
+    # With a mean of squares, see `fold_signs_`: r of each range of D, `[RANGES]` float32, and counts of signs,
     # `[2 RANGES]` int32, to which the step adds its own.
     ratio: Tensor | None = None
     counts: Tensor | None = None
@@ -271,18 +271,29 @@ PRIOR = 16
 """Deliveries of noise that are added to the counted ones, so that chance does not count in a small parameter."""
 CERTAIN = 0.9999
 """The largest surplus of the same sign that is believed."""
+KEPT = 0.95
+"""What a step that delivers gradients of a range of D keeps of the range's counts of steps before."""
 
 
-def signal_to_noise(counts: Tensor) -> Tensor:
-    """Estimates r of each range of D, ``[..., RANGES]`` float32, from counts of signs ``[..., 2 RANGES]``.
+def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
+    """Adds the signs that the last step has counted to the running counts, and estimates r of each range of D.
 
-    For each range, there are the deliveries whose gradient has another sign than the momentum, then those with the same
-    sign. If the D gradients of an entry have the mean mu and the deviation sigma, r = D mu^2 / sigma^2. The formula is
-    that of :mod:`lightning_topk.runtime.momentum`.
+    For each range, counts have the deliveries whose gradient has another sign than the momentum, then those with the
+    same sign. If the D gradients of an entry have the mean mu and the deviation sigma, r = D mu^2 / sigma^2. The
+    formula is that of :mod:`lightning_topk.runtime.momentum`.
+
+    Args:
+        counts: ``[parameters, 2 RANGES]`` float32, of earlier steps.
+        fresh: ``[parameters, 2 RANGES]`` int32, of the last step; becomes zero. Integers, so that their sums are the
+            same in any order.
+        ratio: ``[parameters, RANGES]`` float32, becomes r.
     """
-    other, same = counts.float().unflatten(-1, (RANGES, 2)).unbind(-1)
-    surplus = (same - other) / (same + other + PRIOR)
-    return math.pi * surplus.clamp_(0, CERTAIN).atanh_()
+    counted = fresh.unflatten(1, (RANGES, 2)).any(2).repeat_interleave(2, 1)
+    counts.copy_(torch.where(counted, KEPT * counts + fresh, counts))
+    fresh.zero_()
+    other, same = counts.unflatten(1, (RANGES, 2)).unbind(2)
+    surplus = ((same - other) / (same + other + PRIOR)).clamp(0, CERTAIN)
+    ratio.copy_(math.pi / 2 * ((1 + surplus) / (1 - surplus)).log())
 
 
 def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | None = None) -> None:
