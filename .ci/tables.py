@@ -106,17 +106,6 @@ def gaps() -> list[Row]:
     return saving_curves.table(found, [*LEARNERS.values()], saving_curves.LENGTHS, saving_curves.AMOUNTS)
 
 
-def momentum() -> str:
-    """How far behind dense training ``saving=50`` ends with adapted momentum, and without."""
-    rows, found = [], {(row["model, optimizer"], row["steps"]): row for row in gaps()}
-    for (name, length), row in found.items():
-        other = found.get((name.replace(" (", " not adapted ("), length), {})
-        if row["saving 50"] and other.get("saving 50"):
-            cells = {"adapted": row["saving 50"], "not adapted": other["saving 50"]}
-            rows.append({head: row[head] for head in ("model, optimizer", "steps", "dense")} | cells)
-    return page(rows)
-
-
 def behind(gaps: Sequence[float], unit: str) -> str:
     """Mean gap to dense training, with its standard error; in bold if it is above 1."""
     words = in_words(gaps, "+.2f", unit)
@@ -436,7 +425,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-launches": lambda: page(json.loads((RUNS / "gpu-launches.json").read_text())),
     "race": lambda: page(race.table(*raced())),
     "results": results,
-    "momentum": momentum,
     "monitor": monitor,
     "saving-curves": lambda: page(gaps()),
 }
