@@ -1,8 +1,9 @@
-"""What dense training would apply, on real ranks: gradients wait as clipped, and shrink when the learning rate rises."""
+"""What dense training would apply, on real ranks: gradients wait as clipped, and shrink when the rate rises."""
 
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -182,23 +183,30 @@ class Entering:
         return undelivered(self.state, self.net) - self.before + gradient(self.net).double()
 
 
+class Beside(nn.Sequential):
+    """Layers beside each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self]).mean(0)
+
+
 @pytest.mark.parametrize("buckets", [1, 4, 16, 36])
 @on_ranks(2)
 def test_a_spike_enters_as_clipped_however_many_buckets_there_are(rank, world, buckets):
     """The gradient of one step is a hundred times as large, on one rank."""
     torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(20, 20, bias=False) for _ in range(buckets)])
+    net = Beside(*[nn.Linear(20, 20, bias=False) for _ in range(buckets)])
     optimizer = SGD(net.parameters(), lr=1e-4)
     ddp = {"bucket_cap_mb": 0.001} if buckets > 1 else {}
-    model, state = attached(net, ddp, ratio=0.05, optimizer=optimizer, max_norm=1e-4)
+    model, state = attached(net, ddp, ratio=0.05, optimizer=optimizer, max_norm=0.01)
     for step in range(9):
         net.zero_grad()
         entering = Entering(state, net)
         (loss_of(model, rank, step) * (100 if step == 8 and rank == 0 else 1)).backward()
-        entered = entering.take().norm() / 1e-4
+        entered = entering.take().norm() / 0.01
         optimizer.step()
     assert len(state.last_buckets) == buckets
-    assert 0.4 < entered < 1.5
+    assert 0.4 < entered < 1.5, entered
 
 
 @on_ranks(4)
@@ -219,7 +227,7 @@ def test_slices_of_a_nodes_mean_are_clipped_by_their_own_norms(rank, world):
         first, second = entering.take().chunk(2)
         optimizer.step()
     assert math.isclose(first.norm(), second.norm(), rel_tol=0.3)
-    assert 0.003 < first.norm() < 0.012
+    assert 0.003 < first.norm() < 0.012, (first.norm(), second.norm())
 
 
 class Turns(nn.Module):
@@ -301,10 +309,10 @@ def test_a_part_that_is_not_clipped_is_not_clipped_in_the_exchange(rank, world):
 
     for ddp in ({}, {"bucket_cap_mb": 0.001}):
         found = moved(
-            rank, 100, lambda net: CLIP(net[:3].parameters(), 1e-3), make, ddp, told=[1e-3, None], ratio=0.2
+            rank, 100, lambda net: CLIP(net[:3].parameters(), 0.05), make, ddp, told=[0.05, None], ratio=0.2
         )  # fmt: skip
         assert found[6:].min() > 0.8
-        assert 0.5 < found[:6].min() <= found[:6].max() < 1.3
+        assert 0.4 < found[:6].min() <= found[:6].max() < 1.3, found
 
 
 @on_ranks(2)
@@ -389,7 +397,7 @@ def by_value(net: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("treat", "told", "hinted"),
-    [(by_norm, None, True), (by_norm, 1e-2, False), (by_value, None, False), (lambda net: None, None, False)],
+    [(by_norm, None, True), (by_norm, 1e-2, False), (by_value, None, False), (nn.Module.train, None, False)],
 )
 @on_ranks(2)
 def test_clipping_that_was_not_told_is_named_once(rank, world, treat, told, hinted):
@@ -399,11 +407,8 @@ def test_clipping_that_was_not_told_is_named_once(rank, world, treat, told, hint
             run.backward(step % 7)
             treat(run.net)
             run.step()
-        with (
-            mock.patch.object(torch.nn.utils, "get_total_norm", side_effect=AssertionError)
-            if hinted
-            else mock.MagicMock()
-        ):
+        measured = mock.patch.object(torch.nn.utils, "get_total_norm", side_effect=AssertionError)
+        with measured if hinted else nullcontext():
             run.backward(0)
             run.step()
     found = [each for each in words if "pass max_norm=0.01" in each]

@@ -300,7 +300,10 @@ class Workers:
     ) -> None:
         self.cluster = Cluster(config, workers, numel, **options)
         self.sent_bytes = self.cluster.sent_bytes
-        self._bucket, self._clippings = (torch.empty(numel, device="meta"),), [Clipping() for _ in range(workers)]
+        self._bucket, self._clippings = (
+            (torch.empty(numel, device="meta"),),
+            [Clipping(workers) for _ in range(workers)],
+        )
         numbers = dict.fromkeys(self._bucket, 0)
         for each in self._clippings:
             each.tell([max_norm] if max_norm and self.cluster.plan.waits else (), numbers)

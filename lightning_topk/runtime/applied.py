@@ -68,10 +68,12 @@ def rate_of(group: Mapping[str, object]) -> float | None:
 class Clipping:
     """The user's clipping for each bucket, as :class:`.Clip`. Norms and energies stay on the device.
 
-    ``shards`` is the group of all ranks that exchange a shard of the same gradients, if there are several.
+    ``workers`` exchange; ``shards`` is the group of all ranks that exchange a shard of the same gradients, if there are
+    several.
     """
 
-    def __init__(self, shards: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, workers: int, shards: dist.ProcessGroup | None = None) -> None:
+        self._workers = workers
         self._group, self._shards = shards, 1 if shards is None else dist.get_world_size(shards)
         self.limits: Sequence[float] = ()
         """The norms to which the user clips; infinite for parameters that are not clipped. Empty: nothing was told."""
@@ -130,7 +132,8 @@ class Clipping:
         (buckets, means, delivered), self._folded = self._folded, None
         ops.use_here(means, delivered)
         entered, arrived = means.unbind(1)
-        sums = torch.stack([torch.minimum(entered, arrived).sum(0), delivered.sum(0)])
+        mean = arrived.clamp(entered / self._workers, entered)  # of pure noise, and without any
+        sums = torch.stack([mean.sum(0), delivered.sum(0)])
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
         total, last = sums.unbind()

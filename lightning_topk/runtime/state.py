@@ -77,7 +77,10 @@ class HookState:
         self.buckets = Buckets(self.config, self.world, groups.local)
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
-        clipping, self.shares = Clipping(self.shards), Shares(device, self.shards)
+        clipping, self.shares = (
+            Clipping(self.world // (self.local if self.config.by_node else 1), self.shards),
+            Shares(device, self.shards),
+        )
         self.telemetry = telemetry = Telemetry(self.shards_per_node, clipping, self.shares)
         self.optimizers = Optimizers(
             optimizers, scaler, self.config, self.buckets, self.held_by_optimizers, telemetry, self._say, clipping,
