@@ -82,7 +82,7 @@ class Clipping:
 
     def _reset(self) -> None:
         self._inverses: Tensor | None = None  # [limits], of the limits
-        self._kinds: dict[Bucket, int | Tensor] = {}  # the number of a bucket's limit, or of each of its parameters'
+        self._limit_of: dict[Bucket, int | Tensor] = {}  # the number of a bucket's limit, or of each of its parameters'
         self._energies: dict[Bucket, Tensor] = {}  # [2, limits], running means: as entered, and as delivered
         self._folded: tuple[Sequence[Bucket], Tensor, Tensor] | None = None  # the last pass
         self._slopes: dict[Bucket, Tensor] = {}  # [limits], of limits of 1
@@ -107,13 +107,13 @@ class Clipping:
     @torch.no_grad()
     def fold(self, buckets: Sequence[Bucket], norms: Sequence[Tensor]) -> None:
         """Takes the norms ``[2, limits]`` of all buckets of a pass, see :class:`.Outcome`."""
-        if not self._kinds.keys() >= {*buckets}:
+        if not self._limit_of.keys() >= {*buckets}:
             return  # of limits before these
         count, every = len(self.limits), []
         for bucket, both in zip(buckets, norms, strict=True):
-            found, kind = both, self._kinds[bucket]
-            if isinstance(kind, int) and count > 1:
-                found = torch.nn.functional.pad(found, (kind, count - 1 - kind))
+            found, number = both, self._limit_of[bucket]
+            if isinstance(number, int) and count > 1:
+                found = torch.nn.functional.pad(found, (number, count - 1 - number))
             every.append(found)
         squares = torch.stack(every).square()
         none = torch.zeros_like(squares[0])
@@ -148,17 +148,17 @@ class Clipping:
         """The clipping of a bucket's gradient in this pass; None if none was told."""
         if not self.limits:
             return None
-        if bucket not in self._kinds:
-            numbers = [self._number_of[p] for p in bucket]
+        if bucket not in self._limit_of:
+            numbers = [self._number_of.get(p, len(self.limits) - 1) for p in bucket]
             several = ops.to_device(torch.tensor(numbers), device)
-            self._kinds[bucket] = numbers[0] if len({*numbers}) == 1 else several
+            self._limit_of[bucket] = numbers[0] if len({*numbers}) == 1 else several
         if self._inverses is None:
             self._inverses = ops.to_device(torch.tensor([1 / limit for limit in self.limits]), device)
-        slopes, kind = self._slopes.get(bucket), self._kinds[bucket]
+        slopes, number = self._slopes.get(bucket), self._limit_of[bucket]
         if slopes is None:
             slopes = ops.to_device(torch.tensor(self._by_size(bucket)), device)
         slopes = slopes * self._inverses
-        return Clip(slopes[kind : kind + 1]) if isinstance(kind, int) else Clip(slopes, kind)
+        return Clip(slopes[number : number + 1]) if isinstance(number, int) else Clip(slopes, number)
 
     def _by_size(self, bucket: Bucket) -> list[float]:
         """Slopes ``[limits]`` of a bucket of unknown energy, as if all elements had the same."""
@@ -166,6 +166,6 @@ class Clipping:
         for p, number in self._number_of.items():
             total[number] += p.numel() * p.requires_grad
         for p in bucket:
-            own[self._number_of[p]] += p.numel()
+            own[self._number_of.get(p, len(self.limits) - 1)] += p.numel()
         ratios = [self._shards * total[number] / max(1, own[number]) for number in range(len(self.limits))]
         return [math.sqrt(max(1.0, ratio)) for ratio in ratios]

@@ -113,6 +113,7 @@ class Optimizers(Watch):
         self._limits: dict[int, float] = {}  # by id of an optimizer, the norm to which it was clipped last
         self._clipped: set[int] = set()  # those that were clipped since their last step
         self._numbers: dict[Tensor, int] = {}  # of the optimizer of each member of a bucket, or 0 if one norm is of all
+        self._covered: set[int] = set()  # those whose parameters are all exchanged here
         self._norms: dict[int, list[Tensor]] = {}  # by id of an optimizer, of the gradients in its first steps
         self.clips = False
         """Whether the last pass clipped gradients in the exchange."""
@@ -201,8 +202,7 @@ class Optimizers(Watch):
         number, limits = ids.index(id(each)), self.clipping.limits if self.clips else ()
         self._limits[id(each)] = max_norm
         self._clipped.add(id(each))
-        members = {*self._held_by_optimizers(self._buckets.names)}
-        done = [*limits][number : number + 1] == [max_norm] and members.issuperset(all_parameters(each))
+        done = bool(limits) and limits[number] == max_norm and id(each) in self._covered
         norm = clip(math.inf if done else max_norm)
         if limits:
             self.clipping.note(number, getattr(norm, "full_tensor", lambda: norm)())
@@ -257,7 +257,8 @@ class Optimizers(Watch):
             count += len(each.param_groups)
             for number, group in enumerate(each.param_groups, first):
                 numbers |= dict.fromkeys(group["params"], number)
-        members = zip(names, self._held_by_optimizers(names), strict=True)
+        held = self._held_by_optimizers(names)
+        members = [*zip(names, held, strict=True)]
         known = {member: numbers[p] for member, p in members if p in numbers}
         if any(getattr(group.get("lr"), "is_cuda", False) for each in optimizers for group in each.param_groups):
             self._say.note(
@@ -266,10 +267,10 @@ class Optimizers(Watch):
             )
         rates = tuple(rate_of(group) for each in optimizers for group in each.param_groups)
         self.rates = Rates(known, rates, (None,) * len(rates)) if known and self._same else None
-        holders = {p: number for number, each in enumerate(optimizers) for p in all_parameters(each)}
-        members = zip(names, self._held_by_optimizers(names), strict=True)
+        several = {p: number for number, each in enumerate(optimizers) for p in all_parameters(each)}
         one = isinstance(self._max_norm, Real)
-        self._numbers = {member: 0 if one else holders.get(p, len(optimizers)) for member, p in members}
+        self._numbers = {member: 0 if one else several.get(p, len(optimizers)) for member, p in members}
+        self._covered = {id(each) for each in optimizers if {*held}.issuperset(all_parameters(each))}
 
     def sync(self) -> list[Optimizer]:
         """Checks the optimizers; adapts momentum, and watches the steps, of new ones. Before every backward pass.

@@ -53,15 +53,16 @@ class Resumes(Strategy):
         """
         plugin: Any = self.precision_plugin
         module: Any = self.lightning_module
+        trainer: Any = getattr(module, "_trainer", None)
         optimizers = self.topk_state.optimizers
 
         def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
             optimizers.clip(optimizer, clip_val, partial(clip_grad_norm_, [*plugin.main_params(optimizer)]))
 
         plugin.clip_grad_by_norm = clip_grad_by_norm
-        trainer, rule = getattr(module, "_trainer", None), type(module).configure_gradient_clipping
-        automatic = trainer is not None and module.automatic_optimization and rule.__module__.endswith(".core.module")
-        if automatic and trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm"):
+        rule = type(module).configure_gradient_clipping.__module__
+        usual = trainer is not None and module.automatic_optimization and rule.endswith(".core.module")
+        if usual and trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm"):
             optimizers.first_limit = float(trainer.gradient_clip_val)
 
     @override
