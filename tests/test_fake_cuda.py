@@ -109,20 +109,23 @@ def fake(monkeypatch):
 
 def copies_of(
     config: TopKConfig, *, rank: int = 0, dtype: torch.dtype = torch.float32, scaled: bool = False,
-    voted: bool = False, uncompressed: bool = False, measure: Measure = NOTHING,
+    voted: bool = False, uncompressed: bool = False, measure: Measure = NOTHING, limits: int = 0,
 ) -> list[str]:  # fmt: skip
     """The copies between host and device in a step, except those of the first step."""
     local = LOCAL if config.by_node else 1
     plan = plan_bucket(config, SIZES, WORLD, local, dtype.itemsize, (0,) if uncompressed else ())
     end = plan.endpoint(rank, dtype, CUDA)
     scale = torch.full((), 2.0**16, device=CUDA) if scaled else None
-    watch = Copies()
+    watch, clip = Copies(), None
+    if limits:
+        of = None if limits == 1 else torch.zeros(len(SIZES), dtype=torch.int64, device=CUDA)
+        clip = Clip(torch.zeros(limits, device=CUDA), of)
     for step in range(2):
         codecs = plan.codecs(selector=end.uplink.selector)
         g = torch.empty(sum(SIZES), device=CUDA, dtype=dtype)
         used = torch.tensor([True, False, True, True]) if voted else None
         with watch if step else contextlib.nullcontext():
-            path, reply = guards.exchange(end, g, codecs, Step(step, scale, measure), used), None
+            path, reply = guards.exchange(end, g, codecs, Step(step, scale, measure, 0.5, clip), used), None
             with contextlib.suppress(StopIteration):
                 while True:
                     reply = reply_to(path.send(reply), rank, WORLD, LOCAL)
@@ -147,7 +150,8 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
     # Every topology with every selector, in both directions and in one; wires and flags in turn.
     for number, ((topology, both), selector) in enumerate(itertools.product([*ROUTES, *ON_NODES], SELECTED)):
         settings = {"topology": topology, "bidirectional": both, "selector": selector, "wire": WIRES[number % 4]}
-        options = dict(zip(("scaled", "voted", "uncompressed"), flags[number % 8], strict=True))
+        options: dict[str, Any] = dict(zip(("scaled", "voted", "uncompressed"), flags[number % 8], strict=True))
+        options["limits"] = number % 3
         yield settings, options, True
         if selector == "topk":
             yield settings, options, False

@@ -18,7 +18,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core import select
 from lightning_topk.core.guards import exchange
 from lightning_topk.core.layout import NodeShards
-from lightning_topk.core.link import NOTHING, Measure, Step
+from lightning_topk.core.link import NOTHING, Clip, Measure, Step
 from lightning_topk.core.ops.reference import join_parts, split_parts
 from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
 from lightning_topk.core.wire import Codec, Wire
@@ -310,6 +310,34 @@ def test_the_plan_splits_bytes_within_and_between_nodes():
         sent = sum(plan.uplink + plan.downlink for plan in plans)
         assert sum(plan.intra_node + plan.inter_node for plan in plans[::3]) == sent
         assert plans[0].inter_node > 0
+
+
+@everywhere
+def test_each_parameter_is_clipped_by_its_own_limit_also_an_uncompressed_one(topology, bidirectional):
+    """The first two are clipped together, the second is all-reduced, and the third is not clipped."""
+    sizes, of, limit = (300, 40, 500), torch.tensor([0, 0, 1]), 5.0
+    local = laws.LOCAL if topology in ("hierarchical", "dense") else 1
+    config = TopKConfig(ratio=0.05, topology=topology, bidirectional=bidirectional, wire="fp32")
+    cluster, total = Cluster(config, 4, sum(sizes), local=local, sizes=sizes, uncompressed=(1,)), 0
+    for step in range(3):
+        mine, entered = gradients(4, sum(sizes), step), []
+        for rank, own in enumerate(mine):
+            first, second, third = own.clone().split(sizes)
+            if topology == "hierarchical":  # each rank has half of the means of its node
+                first, _, third = (mine[rank // 2 * 2] + mine[rank // 2 * 2 + 1]).div(2).split(sizes)
+                half = torch.arange(300) // 150 == rank % 2
+                first, third = 2 * first * half, 2 * third * (torch.arange(500) // 250 == rank % 2)
+                excess = max(1, torch.stack([first.norm() / 2**0.5, second.norm()]).norm() / limit)
+            else:
+                excess = max(1, torch.stack([first.norm(), second.norm()]).norm() / limit)
+            assert excess > 1
+            entered.append(torch.cat([first / excess, second / excess, third]))
+        total += torch.stack(entered).mean(0)
+        total -= cluster.step(mine, clips=[Clip(torch.tensor([1 / limit, 0.0]), of)] * 4)[0]
+        norms = cluster.outcomes[0].norms
+        assert norms.shape == (2, 2)
+        assert norms[0, 0] == pytest.approx(limit)
+    torch.testing.assert_close(laws.undelivered(cluster), total, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("topology", ["sharded", "hierarchical", "single_server"])
