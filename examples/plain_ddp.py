@@ -28,7 +28,7 @@ def main() -> None:
     # On CPUs smaller buckets than DDP's 25 MiB overlap better; the strategies take 8 MiB by themselves.
     model = DistributedDataParallel(net, bucket_cap_mb=None if gpu else 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    state = attach(model, saving=50, optimizer=optimizer)  # the only line about compression
+    state = attach(model, saving=50, optimizer=optimizer, max_norm=1.0)  # the only line about compression
 
     torch.manual_seed(1 + dist.get_rank())
     for step in range(201):
@@ -36,6 +36,7 @@ def main() -> None:
         loss = nn.functional.mse_loss(model(x), teacher(x).detach())
         optimizer.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0 and dist.get_rank() == 0:
             print(f"step {step:3d}  loss {loss.item():.4f}")

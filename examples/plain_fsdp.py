@@ -36,7 +36,7 @@ def main() -> None:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    state = attach(model, process_group=mesh["replicate"], saving=50, optimizer=optimizer)
+    state = attach(model, process_group=mesh["replicate"], saving=50, optimizer=optimizer, max_norm=1.0)
 
     torch.manual_seed(1 + dist.get_rank())
     for step in range(101):

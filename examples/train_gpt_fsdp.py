@@ -48,7 +48,8 @@ def _train(options: dict[str, Any], rank: int, way: str) -> dict[str, Any]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
     state = None
     if not native:
-        state = attach(model, process_group=mesh["replicate"], saving=options["saving"], optimizer=optimizer)
+        given = {"saving": options["saving"], "optimizer": optimizer, "max_norm": 1.0}
+        state = attach(model, process_group=mesh["replicate"], **given)
     drawn = torch.Generator().manual_seed(rank)
     for step in tqdm(range(steps), desc=way, unit="step", disable=rank > 0):
         if step == 3:  # connections and residuals exist by now

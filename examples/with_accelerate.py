@@ -22,12 +22,14 @@ def main() -> None:
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model, optimizer, data = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), data)
-    state = attach(model, saving=50, optimizer=optimizer.optimizer, scaler=accelerator.scaler)
+    given = {"optimizer": optimizer.optimizer, "scaler": accelerator.scaler}
+    state = attach(model, saving=50, max_norm=1.0, **given)
     for epoch in range(4):
         for inputs, targets in data:
             loss = nn.functional.mse_loss(model(inputs), targets)
             optimizer.zero_grad()
             accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         accelerator.print(f"epoch {epoch}  loss {loss.item():.4f}")
     accelerator.print(state.summary())

@@ -27,12 +27,13 @@ class TopK(TrainerCallback):
         self.trainer, self.settings = trainer, settings
         self.state: Any = None
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
         """Attaches the exchange to the DDP model."""
         if self.state is not None:  # auto_find_batch_size begins again without an end
             self.state.close()
         trainer = self.trainer
         given = {"optimizer": trainer.optimizer.optimizer, "scaler": trainer.accelerator.scaler}
+        given["max_norm"] = args.max_grad_norm or None  # 0 does not clip
         self.state = attach(trainer.model_wrapped, **given, **self.settings)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_topk.bucket import plan_step
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Exchange, Outcome
-from lightning_topk.core.guards import AS_IS, Applied, exchange
-from lightning_topk.core.link import NOTHING, Measure
+from lightning_topk.core.guards import exchange
+from lightning_topk.core.link import NOTHING, Clip, Measure, Step
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, Broadcast, Gather, Request
 
 
@@ -47,18 +47,19 @@ class Cluster:
         gradients: Sequence[Tensor],
         epoch: int = 0,
         scale: Tensor | None = None,
-        applied: Sequence[Applied] | None = None,
+        fade: float = 1.0,
+        clips: Sequence[Clip | None] | None = None,
     ) -> list[Tensor]:
         """Exchanges W gradients ``[numel]``; returns the W delivered ones ``[numel]``.
 
-        If the gradients contain a scalar loss ``scale``, the delivered ones do too. ``applied`` says how dense training
-        would apply each worker's.
+        If the gradients contain a scalar loss ``scale``, the delivered ones do too. What waits is
+        multiplied by ``fade``. ``clips`` has each worker's clipping.
         """
         outputs = [gradient.clone() for gradient in gradients]
         exchanges = []
-        for end, g, how in zip(self.endpoints, outputs, applied or [AS_IS] * len(outputs), strict=True):
+        for end, g, clip in zip(self.endpoints, outputs, clips or [None] * len(outputs), strict=True):
             codecs = self.plan.codecs(self.steps, epoch, end.uplink.selector)
-            exchanges.append(exchange(end, g, codecs, self.steps, scale, measure=self.measure, applied=how))
+            exchanges.append(exchange(end, g, codecs, Step(self.steps, scale, self.measure, fade, clip)))
         self.outcomes = self.drive(exchanges)
         self.steps += 1
         return outputs

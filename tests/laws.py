@@ -13,9 +13,10 @@ from torch import Tensor
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Codecs, Exchange, Outcome
-from lightning_topk.core.guards import Applied
+from lightning_topk.core.link import Clip
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import Request
+from lightning_topk.runtime.applied import faded
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
@@ -133,26 +134,29 @@ def simulate(
 
     Also checks that exchanges make the predicted requests.
     ``make_gradients`` takes ``(world, numel, step)``; the exchange sees the result times the loss ``scale``. With the
-    learning ``rates`` of the steps, and each worker's gradient clipped to the norm ``clip``, the laws hold for what
-    dense training would apply: gradients times rates. To half precision, scaled gradients are rounded as DDP's are.
+    learning ``rates`` of the steps, what waits fades; each gradient enters as clipped to the norm ``clip``. To half
+    precision, scaled gradients are rounded as DDP's are.
     """
     cluster = cluster_of(config, workers, numel, dtype)
-    ranks, before = range(len(cluster.endpoints)), {}
+    ranks, sent_before, before = range(len(cluster.endpoints)), {}, rates[0] if rates else 1.0
     computed, received, sent, planned = [], [], [], []
     for step in range(steps):
         mine = [(each * (scale or 1)).to(dtype) for each in make_gradients(len(ranks), numel, step)]
-        own, rate = torch.stack(mine).double() / (scale or 1), rates[step] if rates else 1.0
-        applied = [Applied(rate, None if clip is None else torch.tensor([1 / clip, 0.0]))] * len(mine)
-        if clip is not None and cluster.plan.topology.compresses:
-            own *= (clip / own.norm(dim=1, keepdim=True)).clamp(max=1)
-        computed.append(rate * own.mean(0))
-        loss = None if scale is None else torch.tensor(scale)
-        delivered = torch.stack(cluster.step(mine, scale=loss, applied=applied))
+        own, fade = torch.stack(mine).double() / (scale or 1), 1.0
+        if rates:
+            fade, before = faded(before, rates[step])
+        computed.append(own.mean(0) if clip is None else clipped_mean(own, cluster, clip))
+        loss, clips = None if scale is None else torch.tensor(scale), None
+        if clip is not None:
+            clips = [Clip(torch.tensor([1 / clip]))] * len(mine)
+        delivered = torch.stack(cluster.step(mine, scale=loss, fade=fade, clips=clips))
         assert delivered.dtype == dtype
-        received.append(delivered if scale is None and rate == 1 else delivered.double() * rate / (scale or 1))
+        received.append(delivered if scale is None else delivered.double() / (scale or 1))
+        for several in (computed, received):  # what was delivered and what waits of a gradient have faded alike
+            several[:-1] = [fade * each for each in several[:-1]]
         total = {(rank, link): n for link, counts in cluster.sent_bytes.items() for rank, n in enumerate(counts)}
-        sent.append({key: count - before.get(key, 0) for key, count in total.items()})
-        before = total
+        sent.append({key: count - sent_before.get(key, 0) for key, count in total.items()})
+        sent_before = total
         plans = [volume(config, [numel], len(ranks), r, dtype.itemsize, step=step, local=cluster.local) for r in ranks]
         planned.append({(rank, link): getattr(plans[rank], link) for rank, link in total})
         expected = [*map(in_words, cluster.plan.requests(step))]
@@ -167,6 +171,17 @@ def simulate(
     settled = 0 if isinstance(config.ratio, float | None) else None  # no schedule
     check(torch.stack(computed), torch.stack(received, 1), left, sent, planned, exact, settled, atol, rtol)
     return cluster
+
+
+def clipped_mean(own: Tensor, cluster: Cluster, limit: float) -> Tensor:
+    """The mean ``[numel]`` of what enters the uplinks of gradients ``[ranks, numel]``: workers', or parts of nodes'."""
+    parts, entered = cluster.plan.parts, []
+    for node in own.split(parts.count):
+        rows = reference.split_parts(node.mean(0), parts).clone()
+        rows /= (rows.norm(dim=1, keepdim=True) * parts.count**0.5 / limit).clamp(min=1)
+        entered.append(torch.empty_like(own[0]))
+        reference.join_parts(rows, parts, entered[-1])
+    return torch.stack(entered).mean(0)
 
 
 def codecs_of(config: TopKConfig, numel: int, world: int, step: int = 0) -> Codecs:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_topk
+from lightning_topk.runtime.applied import FALL
 from lightning_topk.runtime.residuals import Residuals
 
 
@@ -127,18 +128,14 @@ def share(state: Any, net: nn.Module) -> Tensor:
     return torch.cat([known.get(p, torch.zeros(p.numel(), device=p.device)) for p in net.parameters()])
 
 
-def undelivered(state: Any, net: nn.Module, applied: bool = False) -> Tensor:
-    """The mean of the workers' residuals plus the sum of the servers', as a checkpoint has it: ``[numel]`` float64.
-
-    With ``applied``, times the learning rate at which each counts.
-    """
+def undelivered(state: Any, net: nn.Module) -> Tensor:
+    """The mean of the workers' residuals plus the sum of the servers', as a checkpoint has it: ``[numel]`` float64."""
     entry = getattr(state, "full_state_dict", state.state_dict)()
     total = torch.zeros(sum(p.numel() for p in net.parameters()), dtype=torch.float64)
     parts = total.split([p.numel() for p in net.parameters()])
     for (name, _), part in zip(net.named_parameters(), parts, strict=True):
         if name in entry["parameters"]:
-            _, rate = entry["units"][name] if applied else ("", 1.0)
-            part += rate * entry["parameters"][name]["residual"].double()
+            part += entry["parameters"][name]["residual"].double()
     dist.broadcast(total, 0)
     return total
 
@@ -173,9 +170,15 @@ class Run:
         self.received: list[Tensor] = []
         self.sent: list[dict[str, int]] = []
         self.planned: list[dict[str, int]] = []
+        self._rates: Tensor | None = None  # at which what waits counts; None before the first step
 
     def backward(self, step: int, **use: bool) -> None:
-        """Computes the gradients of a step."""
+        """Computes the gradients of a step; what waits, and what was computed and received before it, fades."""
+        if self._rates is not None:
+            now = torch.maximum(self.rates(), FALL * self._rates)
+            fade, self._rates = (self._rates / now).nan_to_num(1.0).clamp(max=1), now
+            for several in (self.computed, self.received):
+                several[:] = [fade * each for each in several]
         self.computed.append(local_gradient(self.alone, self.net, self.rank, step, **use))
         self.net.zero_grad()
         loss_of(self.model, self.rank, step, **use).backward()
@@ -191,18 +194,14 @@ class Run:
         return torch.cat([torch.full((p.numel(),), rate_of[p]) for p in self.net.parameters()])
 
     def step(self) -> None:
-        """Takes the optimizer's step: what was computed and received counts at its rates."""
+        """Takes the optimizer's step."""
         self.optimizer.step()
-        for several in (self.computed, self.received):
-            several[-1] = self.rates() * several[-1]
+        self._rates = self.rates() if self._rates is None else self._rates
 
-    def check(self, applied: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
-        """Fails if a law is broken (:func:`laws.check`); returns what every rank received, and what is left.
-
-        ``applied`` if the optimizer took the steps.
-        """
+    def check(self, **options: Any) -> tuple[Tensor, Tensor]:
+        """Fails if a law is broken (:func:`laws.check`); returns what every rank received, and what is left."""
         means, rows = mean_over_ranks(torch.stack(self.computed)), every_rank(torch.stack(self.received))
-        left = undelivered(self.state, self.net, applied)
+        left = undelivered(self.state, self.net)
         laws.check(means, rows, left, self.sent, self.planned, **options)
         return rows, left
 

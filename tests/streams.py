@@ -229,7 +229,7 @@ def replace_kernels(setattr: Callable[..., None], stand_in: Callable[[str, list[
     for name in ("device", "device_of"):
         setattr(torch.cuda, name, lambda x: contextlib.nullcontext())
     setattr(FakeTensor, "data_ptr", lambda self: id(self.untyped_storage()))
-    setattr(ops, "to_device", lambda x, device: torch.empty_like(x, device=device))
+    setattr(ops, "to_device", lambda x, device: torch.empty(x.shape, dtype=x.dtype, device=device))
 
 
 class Kernel:

@@ -1,6 +1,10 @@
-"""What dense training would apply: residuals in units of the learning rate, and the user's clipping, on real ranks."""
+"""What dense training would apply, on real ranks: gradients wait as clipped, and shrink when the rate rises."""
 
+import copy
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import ranks
@@ -8,17 +12,20 @@ import torch
 from groups import on_ranks
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import LambdaCallback
-from ranks import attach, attached, four_layers, gradient, loss_of, mean_over_ranks, shared, undelivered
-from torch import nn
+from ranks import attach, attached, four_layers, gradient, log, loss_of, shared, undelivered
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 from trainers import InThisProcess, Module, fit
 
 from lightning_topk import TopKStrategy, fabric
-from lightning_topk.runtime.applied import Clipping, Rates, Unit
+from lightning_topk.core.endpoint import Endpoint
+from lightning_topk.runtime.optimizers import READ
 
 WARM = [0.0, 0.01, 0.1, 1.0, 1.0, 0.5, 0.005, 1.0]
 """Factors of the rate: a warm-up from 0, a decay, and a restart."""
+CLIP = nn.utils.clip_grad_norm_
 
 
 def run_of(rank: int, groups: int = 1, lr: float = 0.05, **options) -> ranks.Run:
@@ -31,8 +38,7 @@ def run_of(rank: int, groups: int = 1, lr: float = 0.05, **options) -> ranks.Run
     return ranks.Run(rank, four_layers(), net, model, state, optimizer)
 
 
-def schedule(run: ranks.Run, *factors) -> LambdaLR:
-    return LambdaLR(run.optimizer, [lambda step, own=own: own[min(step, len(own) - 1)] for own in factors])
+# -------------------------------------------------------------------------------------------- rates
 
 
 def whole_at_times(step: int) -> float:
@@ -45,87 +51,60 @@ def whole_at_times(step: int) -> float:
      (1, {"ratio": whole_at_times, "wire": "fp32"}), (1, {"ratio": whole_at_times}), (1, {"ratio": 1.0})],
 )  # fmt: skip
 @on_ranks(3)
-def test_each_gradient_counts_at_the_rate_of_its_step(rank, world, schedules, options):
+def test_what_waits_shrinks_when_the_rate_rises(rank, world, schedules, options):
     """Also if groups in one bucket have schedules of their own, if the first rate is 0, and if every entry is sent."""
     run = run_of(rank, schedules, **options)
-    scheduler = schedule(run, *[WARM, [1.0, 1.0, 0.3, 0.3, 0.2, 0.1, 0.1, 1.0]][:schedules])
+    several = [WARM, [1.0, 1.0, 0.3, 0.3, 0.2, 0.1, 0.1, 1.0]][:schedules]
+    scheduler = LambdaLR(run.optimizer, [own.__getitem__ for own in several])
     for step in range(len(WARM)):
         run.backward(step)
-        first, waits = run.rates() == 0, run.own() - gradient(run.net)
         run.step()
-        scheduler.step()  # what waits of a step at rate 0 counts at the next one
-        run.computed[-1] = run.computed[-1] + torch.where(first, run.rates() * waits, 0.0)
-    _, left = run.check(applied=True, rtol=1e-4)
+        scheduler.step() if step < len(WARM) - 1 else None
+    _, left = run.check(rtol=1e-4)
     assert left.any()
-
-
-@on_ranks(2)
-def test_parameters_that_change_their_group_count_at_its_rate(rank, world):
-    run = run_of(rank, groups=2)
-    one, other = run.optimizer.param_groups
-    other["lr"] = 0.01
-    for step in range(6):
-        if step == 3:
-            one["params"], other["params"] = other["params"], one["params"]
-        run.backward(step)
-        run.step()
-    run.check(applied=True, rtol=1e-4)
 
 
 @on_ranks(2)
 def test_a_rate_that_is_set_after_backward_counts_from_the_next_step_on(rank, world):
     """At first the optimizer has the rate that the warm-up leads to."""
-    run = run_of(rank, lr=1.0)
-    for step, rate in enumerate([0.01, 0.02, 0.02, 0.02]):
-        run.backward(step)
-        run.optimizer.param_groups[0]["lr"] = rate
-        if step == 1:
-            known = run.state.optimizers.rates.now
-        run.step()
-    assert known == (0.01,)
-    assert {unit.rate for unit in run.state.residuals.units(run.state.optimizers.rates).values()} == {0.02}
-
-
-@on_ranks(2)
-def test_a_run_that_resumes_at_another_rate_delivers_what_waited_at_its_own(rank, world):
-    run = run_of(rank)
-    for step in range(3):
-        run.backward(step)
-        run.step()
-    entry = shared(run.state.state_dict())
-    assert {tuple(unit) for unit in entry["units"].values()} == {("SGD", 0.05)}
-    waiting = undelivered(run.state, run.net)
-    run.state.close()
-    for kind, factor in (("SGD", 0.1), ("AdamW", 1.0)):  # rates of different optimizers do not compare
-        optimizer = {"SGD": SGD, "AdamW": AdamW}[kind](run.net.parameters(), lr=0.5)
-        state = attach(run.model, ratio=1.0, wire="fp32", optimizer=optimizer)
-        state.load_state_dict(entry)
-        run.backward(5)
-        torch.testing.assert_close(gradient(run.net).double(), run.own() + factor * waiting, atol=1e-6, rtol=1e-4)
-        state.close()
+    run, seen = run_of(rank, lr=1.0), []
+    fade = run.state.residuals.fade
+    with mock.patch.object(run.state.residuals, "fade", lambda *given: seen.append(fade(*given)) or seen[-1]):
+        for step, rate in enumerate([0.01, 0.02, 0.04, 0.04]):
+            seen.clear()
+            run.backward(step)
+            run.optimizer.param_groups[0]["lr"] = rate
+            run.step()
+            assert seen == [{2: 0.5, 3: 0.5}.get(step, 1.0)] * len(seen)
 
 
 @on_ranks(2)
 def test_rates_before_a_checkpoint_was_loaded_do_not_count(rank, world):
     """The learning rate finder steps at large rates, and then loads a checkpoint from before."""
-    net = four_layers()
-    optimizer = AdamW(net.parameters(), lr=1.0)
-    model, state = attached(net, ratio=0.05, optimizer=optimizer)
-    before = shared(state.state_dict())
-    ranks.train(model, rank, range(2), optimizer)
-    state.load_state_dict(before)
-    optimizer.param_groups[0]["lr"] = 1e-3
-    ranks.train(model, rank, range(3), optimizer)
-    assert {unit.rate for unit in state.residuals.units(state.optimizers.rates).values()} == {1e-3}
+    run = run_of(rank, lr=10.0)
+    before = shared(run.state.state_dict())
+    ranks.train(run.model, rank, range(2), run.optimizer)
+    run.state.load_state_dict(before)
+    for group in run.optimizer.param_groups:
+        group["lr"] = 1e-3
+    ranks.train(run.model, rank, range(2), run.optimizer)
+    waited = undelivered(run.state, run.net)
+    run.optimizer.param_groups[0]["lr"] = 2e-3
+    run.backward(5)
+    torch.testing.assert_close(undelivered(run.state, run.net) + gradient(run.net), run.own() + waited / 2)
 
 
+@pytest.mark.parametrize("saved", [None, 0.05])
 @on_ranks(2)
-def test_a_checkpoint_without_units_resumes_with_gradients(rank, world):
+def test_a_checkpoint_resumes_with_gradients_whatever_the_rate(rank, world, saved):
+    """Earlier ones have the rate of a residual, or none."""
     run = run_of(rank)
     run.backward(0)
-    entry = shared(run.state.state_dict())
-    del entry["units"]
-    waiting = undelivered(run.state, run.net)
+    run.step()
+    entry, waiting = shared(run.state.state_dict()), undelivered(run.state, run.net)
+    assert "units" not in entry
+    if saved is not None:
+        entry["units"] = {name: ["SGD", saved] for name in entry["parameters"]}
     run.optimizer.param_groups[0]["lr"] = 0.001
     run.state.close()
     state = attach(run.model, ratio=1.0, wire="fp32", optimizer=run.optimizer)
@@ -134,85 +113,121 @@ def test_a_checkpoint_without_units_resumes_with_gradients(rank, world):
     torch.testing.assert_close(gradient(run.net).double(), run.own() + waiting, atol=1e-6, rtol=1e-4)
 
 
-def clips(run: ranks.Run, step: int, treat) -> torch.Tensor:
-    """Clips of the next pass by bucket, after a step whose gradients are treated."""
-    run.backward(step)
-    treat(step, [*run.net.parameters()])
-    run.optimizer.step()
-    run.state.begin_pass()
-    several = run.state.last_buckets
-    return torch.stack([run.state.optimizers.clipping.of(bucket, torch.device("cpu")) for bucket in several])
-
-
-def halved(step, parameters):
-    for p in parameters:
-        p.grad /= 2
-
-
-def divided_by_tokens(step, parameters):
-    for p in parameters:
-        p.grad /= 100 + 7 * step
-
-
-TREATED = {
-    "nothing": (lambda step, parameters: None, False),
-    "halved": (halved, False),
-    "divided by varying counts": (divided_by_tokens, False),
-    "clipped by value": (lambda step, parameters: torch.nn.utils.clip_grad_value_(parameters, 0.05), False),
-    "clipped": (lambda step, parameters: torch.nn.utils.clip_grad_norm_(parameters, 1e-2), True),
-}
-
-
-@pytest.mark.parametrize("name", TREATED)
+@pytest.mark.parametrize("options", [{"ratio": 0.1}, {"ratio": 1.0, "wire": "fp32"}])
 @on_ranks(2)
-def test_only_clipping_of_norms_counts_as_clipping(rank, world, name):
-    """What users do to gradients between backward and step must not shrink what they get."""
-    treat, clipped = TREATED[name]
-    run = run_of(rank, lr=1e-3)
-    for step in range(7):
-        found = clips(run, step, treat)
-    assert (found > 0).all().item() is clipped
-    if clipped:
-        assert math.isclose(run.state.optimizers.clipping.limit[0], 1e-2, rel_tol=1e-3)
+def test_a_rate_that_falls_tenfold_in_every_step_trains_as_with_ddp(rank, world, options):
+    """To 1e-99, far below what float32 holds."""
+    run = run_of(rank, lr=0.1, ddp={}, **options)
+    scheduler = StepLR(run.optimizer, 1, 0.1)
+    for step in range(100):
+        run.backward(step % 5)
+        run.step()
+        scheduler.step()
+    shared(run.state.state_dict())
+    assert ranks.weights(run.net).isfinite().all()
+    assert gradient(run.net).norm() < 3 * run.own().norm()
 
 
-@pytest.mark.parametrize("scaled", [False, True])
 @on_ranks(2)
-def test_a_spike_enters_the_residual_as_clipped_as_dense_training_would_apply_it(rank, world, scaled):
-    """The gradient of one step is a hundred times as large. All residuals take in about the norm of clipping."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
-    run = run_of(rank, lr=1e-3, scaler=scaler)
+def test_groups_with_other_base_rates_and_a_least_rate_fade_together(rank, world):
+    """No slice of a residual is scaled apart."""
+    net = four_layers()
+    optimizer = SGD([{"params": net[:2].parameters(), "lr": 0.1}, {"params": net[2:].parameters(), "lr": 1e-3}])
+    model, _ = attached(net, ratio=0.1, optimizer=optimizer)
+    with mock.patch.object(Endpoint, "spread", side_effect=AssertionError):
+        for step in range(30):
+            for base, group in zip((0.1, 1e-3), optimizer.param_groups, strict=True):
+                rising = min(1.0, (step + 1) / 10)
+                group["lr"] = base * rising * (1 + math.cos(step / 10)) / 2 + 1e-7 * rising
+            ranks.train(model, rank, [step], optimizer)
+
+
+# -------------------------------------------------------------------------------------------- clipping
+
+
+Treat = Callable[[nn.Module], object]
+
+
+def moved(rank: int, steps: int, treat: Treat, make=None, ddp=None, told=None, lr: float = 1e-3, **options) -> Tensor:
+    """How far weights move along DDP's movement, over DDP's, for gradients that ``treat`` changes before each step.
+
+    ``[parameters]``, for each of four layers' weights and biases.
+    """
+    ends = []
+    for compressed in (False, True):
+        net = four_layers()
+        begin = copy.deepcopy(net)
+        optimizers = [SGD(net.parameters(), lr=lr)] if make is None else make(net)
+        model = DistributedDataParallel(net, **(ddp or {}))
+        state = attach(model, optimizer=optimizers, max_norm=told, **options) if compressed else None
+        for step in range(steps):
+            net.zero_grad()
+            loss_of(model, rank, step % 5).backward()
+            treat(net)
+            for optimizer in optimizers:
+                optimizer.step()
+        ends.append([p.detach() - q.detach() for p, q in zip(net.parameters(), begin.parameters(), strict=True)])
+        if state is not None:
+            state.close()
+    return torch.stack([(ours * theirs).sum() / theirs.square().sum() for theirs, ours in zip(*ends, strict=True)])
+
+
+class Entering:
+    """What enters the residuals in a pass: the change of what waits, and what was delivered."""
+
+    def __init__(self, state, net: nn.Module) -> None:
+        self.state, self.net, self.before = state, net, undelivered(state, net)
+
+    def take(self) -> Tensor:
+        """The gradient ``[numel]`` that has entered since."""
+        return undelivered(self.state, self.net) - self.before + gradient(self.net).double()
+
+
+class Beside(nn.Sequential):
+    """Layers beside each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self]).mean(0)
+
+
+@pytest.mark.parametrize("buckets", [1, 4, 16, 36])
+@on_ranks(2)
+def test_a_spike_enters_as_clipped_however_many_buckets_there_are(rank, world, buckets):
+    """The gradient of one step is a hundred times as large, on one rank."""
+    torch.manual_seed(0)
+    net = Beside(*[nn.Linear(20, 20, bias=False) for _ in range(buckets)])
+    optimizer = SGD(net.parameters(), lr=1e-4)
+    ddp = {"bucket_cap_mb": 0.001} if buckets > 1 else {}
+    model, state = attached(net, ddp, ratio=0.05, optimizer=optimizer, max_norm=0.01)
     for step in range(9):
-        before = undelivered(run.state, run.net)
-        run.net.zero_grad()
-        scaler.scale(loss_of(run.model, rank, step) * (100 if step == 8 else 1)).backward()
-        scaler.unscale_(run.optimizer)
-        delivered = gradient(run.net).double()
-        norm = float(torch.nn.utils.clip_grad_norm_(run.net.parameters(), 0.05))
-        scaler.step(run.optimizer)
-        scaler.update()
-        entered = (undelivered(run.state, run.net) - before + delivered).norm()
-    assert norm > 0.05, "clipping acts"
-    own = mean_over_ranks(ranks.local_gradient(run.alone, run.net, rank, 8)).norm() * 100
-    assert own > 10
-    assert 0.02 < entered < 0.05 * 4**0.5 * 1.5, "of four buckets, each clipped by an estimate of its own"
+        net.zero_grad()
+        entering = Entering(state, net)
+        (loss_of(model, rank, step) * (100 if step == 8 and rank == 0 else 1)).backward()
+        entered = entering.take().norm() / 0.01
+        optimizer.step()
+    assert len(state.last_buckets) == buckets
+    assert 0.4 < entered < 1.5, entered
 
 
-def test_rates_of_groups_without_one_change_nothing():
-    p, q = torch.ones(2), torch.ones(3)
-    rates = Rates({p: 0}, ("SGD",), (0.0,), (0.1,))
-    assert rates.of(p) == Unit("SGD", 0.1), "a rate of 0 applies nothing"
-    assert rates.of(q).over(Unit("SGD", 0.1)) == 0
-    assert Unit("SGD", 1.0).over(Unit("AdamW", 1.0)) == 0
-
-
-def test_a_pass_that_is_not_finite_leaves_the_estimates():
-    clipping, bucket, optimizer = Clipping(), (torch.nn.Parameter(torch.ones(3)),), SGD([torch.ones(1)], lr=0.1)
-    for norms in ([1.0, 1.0], [math.inf, math.nan], [1.0, 1.0]):
-        clipping.begin_pass()
-        assert clipping.of(bucket, torch.device("cpu")).isfinite().all()
-        clipping.fold([bucket], [torch.tensor([norms[0], *norms])])
-        clipping.after_step(optimizer, lambda bucket: bucket)
+@on_ranks(4)
+def test_slices_of_a_nodes_mean_are_clipped_by_their_own_norms(rank, world):
+    """Two nodes of two: one rank's gradient is a hundred times as large, and both slices hold half of the mean."""
+    net = nn.Linear(20, 40, bias=False)
+    with torch.no_grad():
+        net.weight.fill_(0.1)
+    optimizer = SGD(net.parameters(), lr=1e-4)
+    state = attach(
+        (model := DistributedDataParallel(net)), ratio=0.1, topology="hierarchical", local_world_size=2,
+        optimizer=optimizer, max_norm=0.01,
+    )  # fmt: skip
+    for step in range(4):
+        net.zero_grad()
+        entering = Entering(state, net)
+        (loss_of(model, rank, step) * (100 if step == 3 and rank == 0 else 1)).backward()
+        first, second = entering.take().chunk(2)
+        optimizer.step()
+    assert math.isclose(first.norm(), second.norm(), rel_tol=0.3)
+    assert 0.003 < first.norm() < 0.012, (first.norm(), second.norm())
 
 
 class Turns(nn.Module):
@@ -222,123 +237,347 @@ class Turns(nn.Module):
         super().__init__()
         self.nets = nets
 
-    def forward(self, x: torch.Tensor, turn: int) -> torch.Tensor:
+    def forward(self, x: Tensor, turn: int) -> Tensor:
         return self.nets[turn](x)
+
+
+@on_ranks(2)
+def test_two_networks_in_one_model_are_clipped_by_a_norm_of_their_own(rank, world):
+    """A critic to 0.01 five times, and a generator to 1e-4 once, in turns."""
+    torch.manual_seed(0)
+    nets = nn.ModuleList([nn.Linear(20, 30), nn.Linear(20, 30)])
+    optimizers = [SGD(net.parameters(), lr=1e-3) for net in nets]
+    model, state = attached(
+        Turns(nets), {"find_unused_parameters": True}, ratio=0.1, optimizer=optimizers, max_norm=[1e-2, 1e-4]
+    )
+    found = []
+    for step in range(24):
+        turn = int(step % 6 == 5)
+        nets.zero_grad()
+        entering = Entering(state, nets)
+        model(ranks.batch(rank, step), turn).square().mean().backward()
+        found.append(entering.take().norm() / (1e-2, 1e-4)[turn])
+        CLIP(nets[turn].parameters(), (1e-2, 1e-4)[turn])
+        optimizers[turn].step()
+    assert all(0.5 < each < 1.5 for each in found[6:]), found
+
+
+@on_ranks(2)
+def test_a_step_whose_gradients_the_user_zeroes_loses_nothing_of_the_next_pass(rank, world):
+    run = run_of(rank, lr=1e-4, ddp={}, max_norm=0.02)
+    for step in range(8):
+        entering = Entering(run.state, run.net)
+        run.backward(step)
+        if step == 6:
+            run.net.zero_grad(set_to_none=False)
+        else:
+            entered = entering.take().norm()
+        CLIP(run.net.parameters(), 0.02)
+        run.step()
+    assert 0.01 < entered < 0.03
+
+
+@on_ranks(2)
+def test_gradients_that_are_divided_before_they_are_clipped_move_as_far_as_with_ddp(rank, world):
+    """By a number of tokens, in a common loop of fine-tuning: nothing is told then."""
+
+    def treat(net: nn.Module) -> None:
+        for p in net.parameters():
+            p.grad /= 100 + torch.randint(20, (), generator=generator)
+        CLIP(net.parameters(), 1e-4)
+
+    generator = torch.Generator().manual_seed(0)
+    assert moved(rank, 100, treat, ratio=0.3).min() > 0.6
+
+
+@on_ranks(2)
+def test_uncompressed_parameters_are_clipped_with_the_others(rank, world):
+    """Clipped to a 200th of the norm: if they were not, they would use up the user's norm."""
+    found = moved(
+        rank, 100, lambda net: CLIP(net.parameters(), 5e-3), told=5e-3, ratio=0.2, dense_parameters="*.bias"
+    )  # fmt: skip
+    assert found[::2].min() > 0.6
+    assert found.max() < 1.3
+
+
+@on_ranks(2)
+def test_a_part_that_is_not_clipped_is_not_clipped_in_the_exchange(rank, world):
+    """The encoder's gradients are clipped, the head's are not; with both in one bucket or apart."""
+
+    def make(net):
+        return [SGD(net[:3].parameters(), lr=1e-3), SGD(net[3:].parameters(), lr=1e-3)]
+
+    for ddp in ({}, {"bucket_cap_mb": 0.001}):
+        found = moved(
+            rank, 100, lambda net: CLIP(net[:3].parameters(), 0.05), make, ddp, told=[0.05, None], ratio=0.2
+        )  # fmt: skip
+        assert found[6:].min() > 0.8
+        assert 0.4 < found[:6].min() <= found[:6].max() < 1.3, found
+
+
+@on_ranks(2)
+def test_clipping_a_second_time_what_is_delivered_costs_agreeing_gradients_half_of_their_movement(rank, world):
+    ends = []
+    for clips, told in ((True, None), (True, 0.01), (False, 0.01)):
+        net = four_layers()
+        begin, optimizer = ranks.weights(net), SGD(net.parameters(), lr=1e-2)
+        model = DistributedDataParallel(net)
+        state = None if told is None else attach(model, ratio=0.05, optimizer=optimizer, max_norm=told)
+        for _ in range(120):
+            net.zero_grad()
+            loss_of(model, rank, 0).backward()
+            if clips:
+                CLIP(net.parameters(), 0.01)
+            optimizer.step()
+        ends.append(ranks.weights(net) - begin)
+        if state is not None:
+            state.close()
+    dense, twice, once = ends
+    assert 0.3 < dense @ twice / dense.square().sum() < 0.75
+    assert 0.8 < dense @ once / dense.square().sum() < 1.1
+
+
+@on_ranks(2)
+def test_bfloat16_gradients_are_clipped_as_told(rank, world):
+    net = four_layers().bfloat16()
+    optimizer = SGD(net.parameters(), lr=1e-4)
+    model, state = attached(net, ratio=0.05, wire="bf16", optimizer=optimizer, max_norm=0.02)
+    for step in range(4):
+        net.zero_grad()
+        entering = Entering(state, net)
+        model(ranks.batch(rank, step).bfloat16()).square().mean().backward()
+        entered = entering.take().norm()
+        optimizer.step()
+    assert 0.01 < entered < 0.03
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@on_ranks(2)
+def test_a_loss_scale_changes_nothing_about_clipping(rank, world, scaled):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    run = run_of(rank, lr=1e-3, scaler=scaler, max_norm=0.05)
+    for step in range(9):
+        run.net.zero_grad()
+        entering = Entering(run.state, run.net)
+        scaler.scale(loss_of(run.model, rank, step) * (100 if step == 8 else 1)).backward()
+        scaler.unscale_(run.optimizer)
+        entered = entering.take().norm()
+        scaler.step(run.optimizer)
+        scaler.update()
+    assert 0.025 < entered < 0.075
+
+
+@on_ranks(2)
+def test_nothing_is_measured_after_steps_if_a_norm_was_told_however_many_optimizers_there_are(rank, world):
+    net = four_layers()
+    optimizers = [SGD([p], lr=1e-3) for p in net.parameters()]
+    model, _ = attached(net, ratio=0.05, optimizer=optimizers, max_norm=0.02)
+    loss_of(model, rank, 0).backward()
+    with mock.patch.object(torch, "_foreach_norm", side_effect=AssertionError):
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@on_ranks(2)
+def test_where_everything_is_sent_the_users_clipping_alone_acts(rank, world):
+    found = moved(rank, 5, lambda net: CLIP(net.parameters(), 1e-3), told=1e-3, ratio=1.0, wire="fp32")
+    torch.testing.assert_close(found, torch.ones(8), rtol=1e-4, atol=0)
+
+
+# -------------------------------------------------------------------------------------------- the hint
+
+
+def by_norm(net: nn.Module) -> None:
+    CLIP(net.parameters(), 1e-2)
+
+
+def by_value(net: nn.Module) -> None:
+    nn.utils.clip_grad_value_(net.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("treat", "told", "hinted"),
+    [(by_norm, None, True), (by_norm, 1e-2, False), (by_value, None, False), (nn.Module.train, None, False)],
+)
+@on_ranks(2)
+def test_clipping_that_was_not_told_is_named_once(rank, world, treat, told, hinted):
+    with log() as words:
+        run = run_of(rank, lr=1e-3, ddp={}, max_norm=told)
+        for step in range(READ[0] + 2):
+            run.backward(step % 7)
+            treat(run.net)
+            run.step()
+        measured = mock.patch.object(torch.nn.utils, "get_total_norm", side_effect=AssertionError)
+        with measured if hinted else nullcontext():
+            run.backward(0)
+            run.step()
+    found = [each for each in words if "pass max_norm=0.01" in each]
+    assert len(found) == (hinted and rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "error"),
+    [("1", TypeError), (True, TypeError), (0, ValueError), ([1.0, -1.0], ValueError), ([1.0, 2.0], ValueError)],
+)
+@on_ranks(2)
+def test_norms_that_cannot_be_are_refused(rank, world, max_norm, error):
+    net = four_layers()
+    with pytest.raises(error, match="max_norm="):
+        attached(net, ratio=0.1, optimizer=[SGD(net.parameters())], max_norm=max_norm)
+
+
+# -------------------------------------------------------------------------------------------- the strategies
 
 
 class Clipped(Module):
     """The gradients of one batch are a hundred times as large."""
 
     def configure_optimizers(self):
-        optimizer = SGD(self.parameters(), lr=1e-3)
-        return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda step: (step + 1) / 4), "interval": "step"}]
+        return SGD(self.parameters(), lr=1e-3)
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * (100 if self.global_step == 6 else 1)
 
 
-@on_ranks(2)
-def test_a_trainers_clipping_and_schedule_are_found(rank, world):
-    found, entered = [], []
+class ByHand(Clipped):
+    """Clips in its own loop."""
 
-    def look(trainer, *_):
-        state = trainer.strategy.topk_state
-        found.append((state.optimizers.clipping.limit, state.optimizers.rates.now))
-        entered.append(undelivered(state, trainer.lightning_module).norm())
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
-    strategy, callback = TopKStrategy(ratio=0.05), LambdaCallback(on_train_batch_end=look)
-    fit(rank, world, Clipped(), strategy, [callback], monitor=False, max_steps=8, gradient_clip_val=0.05)
-    norm, _, evidence, _ = found[-1][0]
-    assert math.isclose(norm, 0.05, rel_tol=1e-2)
-    assert evidence > 0
-    assert [rates[0] for _, rates in found] == pytest.approx([1e-3 * (step + 1) / 4 for step in range(8)])
-    assert entered[6] < 2 * entered[5] + 0.2, "the spike was clipped"
-
-
-@on_ranks(2)
-def test_clipping_of_two_networks_in_turn_is_found(rank, world):
-    """Each optimizer zeroes and clips its own gradients; the other network's wait meanwhile."""
-    nets = nn.ModuleList([nn.Linear(20, 30), nn.Linear(20, 30)])
-    optimizers = [SGD(net.parameters(), lr=1e-3) for net in nets]
-    model, state = attached(Turns(nets), {"find_unused_parameters": True}, ratio=0.1, optimizer=optimizers)
-    for step in range(12):
-        net, optimizer = nets[step % 2], optimizers[step % 2]
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
         optimizer.zero_grad()
-        model(ranks.batch(rank, step), step % 2).square().mean().backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1e-2)
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, 0.05, "norm")
         optimizer.step()
-    state.begin_pass()
-    norm, _, evidence, _ = state.optimizers.clipping.limit
-    assert math.isclose(norm, 1e-2, rel_tol=1e-2)
-    assert evidence > 0
+
+
+def fitted(rank: int, world: int, module: Module, **options) -> tuple[list[float], list[tuple[float, ...]]]:
+    """What enters by steps, and the limits that the exchange knows."""
+    entered, limits, before = [], [], []
+
+    def begin(trainer, *_):
+        before[:] = [undelivered(trainer.strategy.topk_state, trainer.lightning_module)]
+
+    def end(trainer, *_):
+        state = trainer.strategy.topk_state
+        left, delivered = undelivered(state, trainer.lightning_module), gradient(trainer.lightning_module)
+        entered.append(float((left - before[0] + delivered.double()).norm()))
+        limits.append(tuple(state.optimizers.clipping.limits))
+
+    callback = LambdaCallback(on_train_batch_start=begin, on_train_batch_end=end)
+    fit(rank, world, module, TopKStrategy(ratio=0.05), [callback], monitor=False, max_steps=8, **options)
+    return entered, limits
 
 
 @on_ranks(2)
-def test_fabrics_clipping_is_found(rank, world):
+def test_a_trainer_tells_of_its_clipping_and_leaves_out_what_the_exchange_has_done(rank, world):
+    entered, limits = fitted(rank, world, Clipped(), gradient_clip_val=0.05)
+    assert limits == [(0.05, math.inf)] * 8
+    assert all(0.02 < each < 0.08 for each in entered), entered
+
+
+@on_ranks(2)
+def test_manual_optimization_tells_of_its_clipping_from_the_second_pass_on(rank, world):
+    entered, limits = fitted(rank, world, ByHand())
+    assert limits == [()] + [(0.05, math.inf)] * 7
+    assert all(0.02 < each < 0.08 for each in entered[1:]), entered
+
+
+class OwnRule(Clipped):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        CLIP([*self.parameters()][:1], gradient_clip_val)
+
+
+@pytest.mark.parametrize("algorithm", ["value", "norm"])
+@on_ranks(2)
+def test_clipping_by_value_or_by_a_users_own_rule_is_not_told(rank, world, algorithm):
+    module = OwnRule() if algorithm == "norm" else Clipped()
+    _, limits = fitted(rank, world, module, gradient_clip_val=0.05, gradient_clip_algorithm=algorithm)
+    assert limits == [()] * 8
+
+
+@on_ranks(2)
+def test_a_trainers_agreeing_gradients_move_as_far_as_with_ddp(rank, world):
+    """Clipping acts in every step; what is delivered is a sum, and is not clipped again."""
+
+    class Same(Module):
+        def training_step(self, batch, batch_idx):
+            return super().training_step((torch.ones(1, 12) * (self.global_rank + 1),), 0)
+
+    ends = []
+    for strategy in ("ddp", TopKStrategy(ratio=0.05)):
+        module = Same(lambda parameters: SGD(parameters, lr=1e-3))
+        begin = ranks.weights(module)
+        if strategy == "ddp":
+            from lightning.pytorch.strategies import DDPStrategy
+
+            strategy = DDPStrategy()
+        fit(rank, world, module, strategy, monitor=False, max_steps=100, max_epochs=100, gradient_clip_val=0.01)
+        ends.append(ranks.weights(module) - begin)
+    dense, ours = ends
+    assert 0.8 < dense @ ours / dense.square().sum() < 1.1
+
+
+def of_fabric(rank: int, world: int, lr: float = 1e-3):
     strategy = fabric.TopKStrategy(ratio=0.05)
     lite = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=[InThisProcess(rank, world)])
     lite.launch()
     net = four_layers()
-    model, optimizer = lite.setup(net, SGD(net.parameters(), lr=1e-3))
-    for step in range(5):
+    model, optimizer = lite.setup(net, SGD(net.parameters(), lr=lr))
+    return lite, net, model, optimizer, strategy.state_of(model)
+
+
+@on_ranks(2)
+def test_fabric_tells_of_its_clipping_and_returns_the_norm_until_it_is_given_up(rank, world):
+    lite, net, model, optimizer, state = of_fabric(rank, world)
+    entered, limits, norms = [], [], []
+    for step in range(8):
         optimizer.zero_grad()
+        entering = Entering(state, net)
         lite.backward(loss_of(model, rank, step))
+        entered.append(float(entering.take().norm()))
+        limits.append(tuple(state.optimizers.clipping.limits))
+        if step < 5:
+            before = gradient(net).norm()
+            norms.append((lite.clip_gradients(model, optimizer, max_norm=0.02), before, gradient(net).norm()))
+        optimizer.step()
+    assert limits == [()] + [(0.02, math.inf)] * 5 + [()] * 2
+    assert all(0.01 < each < 0.03 for each in entered[1:6]), entered
+    assert min(entered[6:]) > 0.1
+    assert all(torch.isclose(norm, before, rtol=1e-4) for norm, before, _ in norms)
+    assert norms[0][2] < 0.0201
+    assert all(torch.isclose(after, before) for _, before, after in norms[1:]), "left out"
+
+
+@on_ranks(2)
+def test_fabrics_gradients_that_are_divided_before_they_are_clipped_enter_as_large_as_they_should(rank, world):
+    """Divided by 100, a gradient is clipped to 0.02 if it is above 2."""
+    lite, net, model, optimizer, state = of_fabric(rank, world)
+    for step in range(6):
+        optimizer.zero_grad()
+        entering = Entering(state, net)
+        lite.backward(loss_of(model, rank, step) * 100)
+        entered = entering.take().norm()
+        for p in net.parameters():
+            p.grad /= 100
         lite.clip_gradients(model, optimizer, max_norm=0.02)
         optimizer.step()
-    model(ranks.batch(rank, 5)).sum().backward()
-    norm, _, evidence, _ = strategy.state_of(model).optimizers.clipping.limit
-    assert math.isclose(norm, 0.02, rel_tol=1e-2)
-    assert evidence > 0
+    assert 1.0 < entered < 3.0
 
 
 @on_ranks(2)
-def test_clipping_that_the_user_gives_up_ends(rank, world):
-    """The exchange keeps delivered norms below the user's; without slack it would never see that there is none."""
-    run, found = run_of(rank, lr=1e-3), []
-    for step in range(100):
-        if step < 6:
-            clips(run, step, TREATED["clipped"][0])
-        else:
-            clips(run, step % 6, TREATED["nothing"][0])
-        found.append(gradient(run.net).norm())
-    assert found[6] < 0.05
-    assert found[-1] > 0.5 * run.own().norm()
-
-
-@on_ranks(2)
-def test_what_waits_for_adam_grows_little_while_the_rate_falls(rank, world):
-    """It would spoil Adam's second moment; what waits for SGD grows, as dense training has applied it."""
-    grown = []
+def test_what_waits_for_adam_grows_no_more_than_for_sgd_while_the_rate_falls(rank, world):
     for kind in (SGD, AdamW):
         net, seen = four_layers(), []
         optimizer = kind(net.parameters(), lr=1e-4)
         model, state = attached(net, {"bucket_cap_mb": 0.001}, ratio=0.05, optimizer=optimizer)
-        scheduler = CosineAnnealingLR(optimizer, 40)
+        scheduler = LambdaLR(optimizer, lambda step: 0.8**step)
         for step in range(40):
             ranks.train(model, rank, [step % 5], optimizer)
             scheduler.step()
             seen.append(gradient(net).abs().max())
-        grown.append(max(seen[-5:]) / max(seen[10:20]))
-        state.close()
-    assert grown[0] > 30
-    assert grown[1] < 15
-
-
-@on_ranks(2)
-def test_a_group_without_a_rate_keeps_its_gradients_while_others_warm_up(rank, world):
-    """A frozen backbone in the same bucket, and one that no known optimizer steps."""
-    for known in (True, False):
-        net, seen = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 40)), []
-        groups = [{"params": net[1].parameters(), "lr": 1e-6}]
-        if known:
-            groups.append({"params": net[0].parameters(), "lr": 0.0})
-        optimizer = SGD(groups, lr=0.1)
-        model, state = attached(net, ratio=0.1, optimizer=optimizer)
-        for step, rate in enumerate([1e-6, 1e-5, 1e-4, 1e-3, 1e-3, 1e-3, 1e-3, 1e-5, 1e-5, 1e-5]):
-            optimizer.param_groups[0]["lr"] = rate
-            if known and step >= 5:
-                optimizer.param_groups[1]["lr"] = 1e-3
-            ranks.train(model, rank, [step % 3], optimizer)
-            seen.append(net[0].weight.grad.abs().max().item())
-        assert max(seen[3:]) < 10 * max(seen[:3]) + 0.2
+        assert max(seen[-5:]) < 2 * max(seen[10:20])
         state.close()

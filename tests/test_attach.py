@@ -428,7 +428,7 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
 
 @on_ranks(2)
 def test_a_rank_without_data_shares_bytes_out_as_the_others_do(rank, world):
-    """Its learning rate stays behind, so what is delivered to two buckets has another unit there."""
+    """Its learning rate stays behind."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 60), nn.Linear(60, 60))
     model, optimizer = ddp(net, bucket_cap_mb=0.01), SGD(net.parameters(), lr=0.1)

@@ -25,8 +25,7 @@ from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import guards, ops
 from lightning_topk.core.endpoint import BucketPlan
-from lightning_topk.core.guards import AS_IS, Applied
-from lightning_topk.core.link import NOTHING, Measure
+from lightning_topk.core.link import NOTHING, Clip, Measure, Step
 from lightning_topk.core.ops import reference
 from lightning_topk.runtime.momentum import adapt_momentum
 from lightning_topk.systems import presets
@@ -110,20 +109,23 @@ def fake(monkeypatch):
 
 def copies_of(
     config: TopKConfig, *, rank: int = 0, dtype: torch.dtype = torch.float32, scaled: bool = False,
-    voted: bool = False, uncompressed: bool = False, measure: Measure = NOTHING,
+    voted: bool = False, uncompressed: bool = False, measure: Measure = NOTHING, limits: int = 0,
 ) -> list[str]:  # fmt: skip
     """The copies between host and device in a step, except those of the first step."""
     local = LOCAL if config.by_node else 1
     plan = plan_bucket(config, SIZES, WORLD, local, dtype.itemsize, (0,) if uncompressed else ())
     end = plan.endpoint(rank, dtype, CUDA)
     scale = torch.full((), 2.0**16, device=CUDA) if scaled else None
-    watch = Copies()
+    watch, clip = Copies(), None
+    if limits:
+        of = None if limits == 1 else torch.zeros(len(SIZES), dtype=torch.int64, device=CUDA)
+        clip = Clip(torch.zeros(limits, device=CUDA), of)
     for step in range(2):
         codecs = plan.codecs(selector=end.uplink.selector)
         g = torch.empty(sum(SIZES), device=CUDA, dtype=dtype)
         used = torch.tensor([True, False, True, True]) if voted else None
         with watch if step else contextlib.nullcontext():
-            path, reply = guards.exchange(end, g, codecs, step, scale, used, measure), None
+            path, reply = guards.exchange(end, g, codecs, Step(step, scale, measure, 0.5, clip), used), None
             with contextlib.suppress(StopIteration):
                 while True:
                     reply = reply_to(path.send(reply), rank, WORLD, LOCAL)
@@ -148,7 +150,8 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], bool]]:
     # Every topology with every selector, in both directions and in one; wires and flags in turn.
     for number, ((topology, both), selector) in enumerate(itertools.product([*ROUTES, *ON_NODES], SELECTED)):
         settings = {"topology": topology, "bidirectional": both, "selector": selector, "wire": WIRES[number % 4]}
-        options = dict(zip(("scaled", "voted", "uncompressed"), flags[number % 8], strict=True))
+        options: dict[str, Any] = dict(zip(("scaled", "voted", "uncompressed"), flags[number % 8], strict=True))
+        options["limits"] = number % 3
         yield settings, options, True
         if selector == "topk":
             yield settings, options, False
@@ -167,14 +170,16 @@ def test_an_exchange_on_a_gpu_waits_for_nothing_and_mixes_no_devices(fake, monke
     assert copies_of(TopKConfig(**{"ratio": 0.01, **settings}), **options) == []
 
 
-def launches_of(plan: BucketPlan, dtype: torch.dtype, scaled: bool, applied: Applied = AS_IS) -> Launches:
+def launches_of(
+    plan: BucketPlan, dtype: torch.dtype, scaled: bool, fade: float = 1.0, clip: Clip | None = None
+) -> Launches:
     """The launches of an exchange of rank 0, except those of the first step."""
     end, ranks = plan.endpoint(0, dtype, CUDA), (plan.workers, plan.local)
     assert len(end.starts), "made once"
     assert len(end.pieces)
     scale = torch.full((), 2.0**16, device=CUDA) if scaled else None
     g, reply = torch.empty(plan.numel, device=CUDA, dtype=dtype), None
-    path = guards.exchange(end, g, plan.codecs(selector=end.uplink.selector), scale=scale, applied=applied)
+    path = guards.exchange(end, g, plan.codecs(selector=end.uplink.selector), Step(scale=scale, fade=fade, clip=clip))
     with Launches() as launches, contextlib.suppress(StopIteration):
         while True:
             reply = reply_to(path.send(reply), 0, *ranks)
@@ -197,13 +202,12 @@ def test_an_exchange_takes_the_launches_in_the_guide_however_many_parameters_the
     assert not {"topk", "sort", "count_nonzero"} & {*launches.names}
 
 
-@pytest.mark.parametrize(("scaled", "rate", "more"), [(False, 1, 7), (True, 1, 10), (False, 0.5, 9), (True, 0.5, 11)])
-def test_what_an_optimizer_applies_takes_the_launches_in_the_guide(fake, monkeypatch, scaled, rate, more):
+@pytest.mark.parametrize(("scaled", "more"), [(False, 7), (True, 10)])
+def test_clipping_takes_the_launches_in_the_guide_and_fading_none(fake, monkeypatch, scaled, more):
     monkeypatch.setattr(ops, "fast", lambda device: fake)
-    plan = plan_bucket(TopKConfig(saving=50), [25_000_000], 4, 1)
-    applied = Applied(rate, torch.zeros(2, device=CUDA))
-    without, launches = (launches_of(plan, torch.float32, scaled, each).count() for each in (AS_IS, applied))
-    assert launches == without + more
+    plan, clip = plan_bucket(TopKConfig(saving=50), [25_000_000], 4, 1), Clip(torch.zeros(1, device=CUDA))
+    counts = [launches_of(plan, torch.float32, scaled, *each).count() for each in ((), (0.5,), (0.5, clip))]
+    assert counts == [counts[0], counts[0], counts[0] + more]
 
 
 STEPS = {

@@ -235,9 +235,8 @@ def test_every_launcher_of_two_nodes_trains_alike_and_a_rank_may_die(tmp_path):
                 kept, weights = end["lightning_topk"], end["state_dict"]
                 assert kept["steps"] == 12
                 ends[launcher] = torch.cat([weight.flatten() for weight in weights.values()])
-                rates = [kept["units"][name][1] for name in weights]
                 waiting = [kept["parameters"][name]["residual"].flatten() for name in weights]
-                moved[launcher] = ends[launcher] - torch.cat([*map(torch.mul, waiting, rates)])
+                moved[launcher] = ends[launcher] - 1e-3 * torch.cat(waiting)  # at the last epoch's learning rate
                 said[launcher] = found[0][1:]
     except RuntimeError as error:  # a container may be root without the right to make namespaces
         pytest.skip(f"no network namespaces here: {error}")

@@ -218,14 +218,14 @@ def test_the_fused_send_keeps_residuals_finite(case, wire, dtype):
 @on_a_device
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # in NumPy, which the interpreter uses
 @pytest.mark.parametrize(("wire", "dtype", "scale"), [("fp32", torch.float16, 2.0**16), ("int4", torch.bfloat16, 6e4)])
-def test_a_loss_scale_is_removed_and_applied_where_gradients_are_read_and_written(wire, dtype, scale):
+def test_a_loss_scale_is_removed_and_applied_and_what_waits_fades_in_the_same_launches(wire, dtype, scale):
     layout, scale = Layout(5_001, 3), torch.tensor(scale, device=DEVICE)
     codec = Codec(WIRES[wire], layout.shard_size, 200)
     e, x = (1e-6 * each for each in inputs("normal", layout.numel))
     scaled, (kept, plain) = (x * scale).to(dtype), (e.clone(), e.clone())
     x = scaled.float() * scale.reciprocal()
-    expected = separate(plain, x.clone(), layout, codec)
-    payload = cuda.send(kept, scaled, layout, codec.format(), None, scale)
+    expected = separate(plain.mul_(0.7), x.clone(), layout, codec)
+    payload = cuda.send(kept, scaled, layout, codec.format(), None, scale, 0.7)
     assert torch.equal(payload, expected)
     assert torch.equal(kept, plain)
     assert not scaled.any()

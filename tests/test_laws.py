@@ -18,7 +18,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core import select
 from lightning_topk.core.guards import exchange
 from lightning_topk.core.layout import NodeShards
-from lightning_topk.core.link import NOTHING, Measure
+from lightning_topk.core.link import NOTHING, Clip, Measure, Step
 from lightning_topk.core.ops.reference import join_parts, split_parts
 from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
 from lightning_topk.core.wire import Codec, Wire
@@ -71,14 +71,10 @@ def test_laws_hold_for_schedules_and_memories(topology, bidirectional, settings)
     in_turn([None, 1024.0], [*ROUTES, *ON_NODES], WIRES, [None, 20.0]),
 )
 def test_conservation_holds_for_what_dense_training_applies(topology, bidirectional, wire, clip, scale):
-    """Rates as in a warm-up, and in a schedule that starts again; norms are 39.
-
-    In a hierarchical exchange each rank's factor scales its part of its node's mean.
-    """
-    clip = None if topology == "hierarchical" else clip
+    """Rates as in a warm-up, and in a schedule that starts again; norms are 39."""
     config = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire=wire, topology=topology)
-    rates = [0.1, 0.5, 1.0, 0.7, 0.01, 1.0]
-    simulate(config, 3, 1500, steps=6, scale=scale, rates=rates, clip=clip, atol=1e-4)
+    rates = [0.0, 0.1, 0.5, 1.0, 0.7, 0.01, 1.0]
+    simulate(config, 3, 1500, steps=7, scale=scale, rates=rates, clip=clip, atol=1e-4)
 
 
 @routes
@@ -316,6 +312,34 @@ def test_the_plan_splits_bytes_within_and_between_nodes():
         assert plans[0].inter_node > 0
 
 
+@everywhere
+def test_each_parameter_is_clipped_by_its_own_limit_also_an_uncompressed_one(topology, bidirectional):
+    """The first two are clipped together, the second is all-reduced, and the third is not clipped."""
+    sizes, of, limit = (300, 40, 500), torch.tensor([0, 0, 1]), 5.0
+    local = laws.LOCAL if topology in ("hierarchical", "dense") else 1
+    config = TopKConfig(ratio=0.05, topology=topology, bidirectional=bidirectional, wire="fp32")
+    cluster, total = Cluster(config, 4, sum(sizes), local=local, sizes=sizes, uncompressed=(1,)), 0
+    for step in range(3):
+        mine, entered = gradients(4, sum(sizes), step), []
+        for rank, own in enumerate(mine):
+            first, second, third = own.clone().split(sizes)
+            if topology == "hierarchical":  # each rank has half of the means of its node
+                first, _, third = (mine[rank // 2 * 2] + mine[rank // 2 * 2 + 1]).div(2).split(sizes)
+                half = torch.arange(300) // 150 == rank % 2
+                first, third = 2 * first * half, 2 * third * (torch.arange(500) // 250 == rank % 2)
+                excess = max(1, torch.stack([first.norm() / 2**0.5, second.norm()]).norm() / limit)
+            else:
+                excess = max(1, torch.stack([first.norm(), second.norm()]).norm() / limit)
+            assert excess > 1
+            entered.append(torch.cat([first / excess, second / excess, third]))
+        total += torch.stack(entered).mean(0)
+        total -= cluster.step(mine, clips=[Clip(torch.tensor([1 / limit, 0.0]), of)] * 4)[0]
+        norms = cluster.outcomes[0].norms
+        assert norms.shape == (2, 2)
+        assert norms[0, 0] == pytest.approx(limit)
+    torch.testing.assert_close(laws.undelivered(cluster), total, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("topology", ["sharded", "hierarchical", "single_server"])
 def test_the_residual_of_a_newly_uncompressed_parameter_is_delivered(topology):
     config = TopKConfig(ratio=0.5, wire="fp32", topology=topology)
@@ -368,7 +392,7 @@ def failing(cluster: Cluster, gradients: list[torch.Tensor], at: int, used: torc
 
     codecs = [cluster.plan.codecs(cluster.steps, selector=end.uplink.selector) for end in cluster.endpoints]
     several = zip(cluster.endpoints, gradients, codecs, strict=True)
-    return all(cluster.drive([failing_at(exchange(*each, cluster.steps, scale, used)) for each in several]))
+    return all(cluster.drive([failing_at(exchange(*each, Step(cluster.steps, scale), used)) for each in several]))
 
 
 @everywhere
@@ -423,5 +447,5 @@ def test_an_error_of_a_selector_or_a_wire_loses_at_most_the_steps_gradient(topol
         patched.setattr(owner, name, broken)
         for end, g in zip(cluster.endpoints, computed, strict=True):
             with pytest.raises(KeyError):
-                next(exchange(end, g.clone(), cluster.plan.codecs(1, selector=end.uplink.selector), 1))
+                next(exchange(end, g.clone(), cluster.plan.codecs(1, selector=end.uplink.selector), Step(1)))
     torch.testing.assert_close(laws.undelivered(cluster), before + torch.stack(computed).mean(0))

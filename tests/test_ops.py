@@ -12,8 +12,8 @@ from laws import codecs_of, in_turn, residual_and_gradient, vector
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
-from lightning_topk.core.layout import Layout, k_of
-from lightning_topk.core.link import FusedLink, Link, aggregate, deliver, fused
+from lightning_topk.core.layout import Layout, NodeShards, k_of
+from lightning_topk.core.link import FusedLink, Link, Step, aggregate, deliver, fused
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import cpu, loops, reference
 from lightning_topk.core.ops.reference import Rule, Stepped
@@ -172,10 +172,11 @@ def test_one_function_sends_and_receives_the_bits_of_the_separate_steps(name, wi
     for context in (nullcontext(), mock.patch.object(ops, "fast", return_value=None)):
         gradient = x.clone()
         with context:
-            link = fused(Link(layout, TopK(), Residual(numel, torch.float32, torch.device("cpu"))))
+            memory = Residual(numel, torch.float32, torch.device("cpu"))
+            link = fused(Link(layout, TopK(), memory, parts=NodeShards((numel,), 1)))
             assert type(link) is (Link if ends else FusedLink)
             link.memory.residual.copy_(e)
-            payloads, _ = link.send(gradient, codec, scale=torch.tensor(3.0))
+            payloads, _ = link.send(gradient, codec, Step(scale=torch.tensor(3.0), fade=0.7))
             rows = payloads[:1].repeat(3, 1)
             means = [aggregate(rows[:n], codec, torch.float32, torch.zeros(numel)) for n in (2, 3)]
             out, scaled = torch.zeros(2, numel)

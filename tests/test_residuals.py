@@ -1,5 +1,9 @@
 """Residuals lose nothing however buckets and settings change, unless these keep none: runs of all ranks, in memory."""
 
+import itertools
+import math
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,9 +13,11 @@ from torch import Tensor, nn
 
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
+from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.core.guards import exchange
-from lightning_topk.runtime.applied import Rates
-from lightning_topk.runtime.residuals import FALL, Residuals
+from lightning_topk.core.link import Step
+from lightning_topk.runtime.applied import FALL, Rates, faded, rate_of
+from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.simulate import Cluster
 
 NUMELS = (700, 1, 300, 64)
@@ -34,16 +40,20 @@ class Ranks:
         self.plans = {}
         self.owed = [torch.zeros(numel, dtype=torch.float64) for numel in NUMELS]
         self.random = torch.Generator().manual_seed(0)
-        self.passes = 0
+        self.passes, self.last, self.before = 0, None, None
         self.restart()
 
     def restart(self) -> None:
-        self.residuals = [Residuals() for _ in range(self.world)]
+        self.residuals, self.before = [Residuals() for _ in range(self.world)], None
         for rank, residuals in enumerate(self.residuals):
             residuals.rank = rank
 
-    def backward(self, order: list[int], cut: int, config: TopKConfig) -> None:
-        """Exchanges one gradient in two buckets."""
+    def backward(self, order: list[int], cut: int, config: TopKConfig, rate: float = 1.0) -> None:
+        """Exchanges one gradient in two buckets, at a learning rate."""
+        rates, fade = Rates(dict.fromkeys(self.parameters, 0), (rate,), (self.last,)), 1.0
+        before = self.last if self.before is None else self.before
+        if before is not None:
+            fade, self.before = faded(before, rate)
         for numbers in filter(None, (order[:cut], order[cut:])):
             bucket, sizes = tuple(self.parameters[i] for i in numbers), [NUMELS[i] for i in numbers]
             gradients = [torch.randn(sum(sizes), dtype=torch.float64, generator=self.random) for _ in self.residuals]
@@ -52,12 +62,14 @@ class Ranks:
             running = []
             for residuals, g in zip(self.residuals, gradients, strict=True):
                 end = residuals.endpoint(bucket, plan)
-                running.append(exchange(end, g, plan.codecs(selector=end.uplink.selector), self.passes))
+                step = Step(self.passes, fade=residuals.fade(bucket, rates))
+                running.append(exchange(end, g, plan.codecs(selector=end.uplink.selector), step))
             Cluster(TopKConfig(ratio=1.0), self.world, 1, local=self.local).drive(running)
             assert all(torch.equal(g, gradients[0]) for g in gradients)
             for i, part in zip(numbers, (mean - gradients[0]).split(sizes), strict=True):
-                self.owed[i] = part + (self.owed[i] if config.compresses else 0)  # dense exchanges drop what was kept
-        self.passes += 1
+                kept = fade * self.owed[i] if config.compresses else 0  # dense exchanges drop what was kept
+                self.owed[i] = part + kept
+        self.passes, self.last = self.passes + 1, rate
 
     def resume(self) -> None:
         """Restarts all ranks from a checkpoint."""
@@ -83,7 +95,8 @@ def runs(draw):
     """Draws a number of workers, ranks per node, and backward passes with the action after each."""
     on_nodes = draw(st.booleans())
     ways = ON_NODES if on_nodes else WAYS
-    one = st.tuples(st.permutations(range(len(NUMELS))), st.integers(1, len(NUMELS)), st.sampled_from(ways))
+    rates = st.sampled_from([0.0, 1e-3, 0.1, 1.0])
+    one = st.tuples(st.permutations(range(len(NUMELS))), st.integers(1, len(NUMELS)), st.sampled_from(ways), rates)
     then = st.sampled_from(["go on", "go on", "go on", "offload", "resume"])
     passes = st.lists(st.tuples(one, then), min_size=1, max_size=12)
     return (draw(st.sampled_from([4, 6])), 2, draw(passes)) if on_nodes else (draw(st.integers(1, 4)), 1, draw(passes))
@@ -149,27 +162,67 @@ def test_shares_come_in_the_same_order_on_all_ranks():
     assert orders[0] == orders[1]
 
 
-def test_the_energies_of_the_parameters_add_up_to_that_of_the_worker_while_the_rate_changes():
+def test_the_energies_of_the_parameters_add_up_to_that_of_the_worker():
     parameters, residuals = [nn.Parameter(torch.zeros(numel)) for numel in NUMELS], Residuals()
-    bucket, group_of = tuple(parameters), dict.fromkeys(parameters, 0)
-    plan = plan_bucket(TopKConfig(ratio=0.1), NUMELS, 2)
-    for now, last in ((0.1, 0.0), (0.1, 0.1), (0.05, 0.1)):
-        rates = Rates(group_of, ("SGD",), (now,), (last,))
-        residuals.endpoint(bucket, plan, rates).uplink.memory.residual.fill_(1.0)
-        rate = residuals.rate(bucket, rates)
-    assert rate == 0.5
+    residuals.endpoint(tuple(parameters), plan_bucket(TopKConfig(ratio=0.1), NUMELS, 2)).uplink.memory.residual.fill_(1)
     torch.testing.assert_close(sum(residuals.worker_energies().values()), residuals.worker_energy())
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD with momentum", "SGD"])
-def test_a_rate_that_falls_and_rises_again_and_again_neither_enlarges_nor_starves_what_waits(kind):
-    """A warm restart in every fourth step."""
-    parameter, residuals, found = nn.Parameter(torch.zeros(64)), Residuals(), []
-    plan, factors = plan_bucket(TopKConfig(ratio=0.1), [64], 2), [1.0, 0.5, 0.1, 1e-3] * 50
-    for now, last in zip(factors, [0.0, *factors], strict=False):
-        rates = Rates({parameter: 0}, (kind,), (now,), (last,))
-        residuals.endpoint((parameter,), plan, rates)
-        found.append(residuals.rate((parameter,), rates))
-    assert found[::4] == pytest.approx([1.0] * 50)
-    assert found[1::4] == pytest.approx([0.5 if kind == "SGD" else FALL] * 50)
-    assert found[3::4] == pytest.approx([1e-3 if kind == "SGD" else FALL**3] * 50)
+def fades(*passes: tuple[float | None, ...]) -> list[float]:
+    """What is left of 1, waiting in the first and the last parameter of a bucket, by passes with these rates.
+
+    A group for each rate; the first pass is before the first step.
+    """
+    bucket, residuals, found = tuple(nn.Parameter(torch.zeros(64)) for _ in passes[0]), Residuals(), []
+    plan = plan_bucket(TopKConfig(ratio=0.1), [64] * len(bucket), 2)
+    residual = residuals.endpoint(bucket, plan).uplink.memory.residual.fill_(1.0)
+    group_of = {p: number for number, p in enumerate(bucket)}
+    for now, last in zip(passes, [(None,) * len(bucket), *passes], strict=False):
+        residual *= residuals.fade(bucket, Rates(group_of, now, last))
+        found.append((residual[0].item(), residual[-1].item()))
+    return found
+
+
+RATES = {
+    "a warm-up": ([0.1, 0.2, 0.4, 0.4], [1, 0.5, 0.25, 0.25]),
+    "a fall": ([1.0, 0.1, 1e-39, 0.0], [1, 1, 1, 1]),
+    "from zero": ([0.0, 0.0, 0.1, 0.1], [1, 1, 0, 0]),
+    "a step at rate 0": ([0.1, 0.1, 0.0, 0.1], [1, 1, 1, 0.99]),
+    "from a tiny rate": ([1e-39, 1e-39, 1.0, 1.0], [1, 1, 1e-39, 1e-39]),
+    "unknown for a while": ([0.1, None, None, 1.0], [1, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_what_waits_shrinks_when_the_rate_rises(name):
+    rates, left = RATES[name]
+    assert [first for first, _ in fades(*((rate,) for rate in rates))] == pytest.approx(left)
+
+
+def test_a_warm_restart_in_every_fourth_step_erases_little():
+    found = [first for first, _ in fades(*((rate,) for rate in [1.0, 0.5, 0.1, 1e-3] * 50))]
+    assert min(now / before for before, now in itertools.pairwise(found)) > FALL**4
+
+
+def test_groups_of_a_bucket_fade_apart_if_they_differ_and_together_if_they_nearly_do():
+    rising = [(0.1 * 1.5**step, 0.1) for step in range(5)]
+    apart = fades(*rising)
+    assert [second for _, second in apart] == [1] * 5
+    assert [first for first, _ in apart] == pytest.approx([1.5**-step for step in range(5)])
+    nearly = fades(*((1.005**step, 2 * 1.004**step) for step in range(100)))
+    for step, left in enumerate(nearly):
+        assert left == pytest.approx((1.005**-step, 1.004**-step), rel=0.02)
+
+
+def test_groups_that_fall_to_a_least_rate_leave_the_residuals_alone(monkeypatch):
+    """Their factors of the rate differ by little in every step."""
+    monkeypatch.setattr(Endpoint, "spread", mock.Mock(side_effect=AssertionError))
+    cosine = [0.1 + 0.45 * (1 + math.cos(step / 100)) for step in range(300)]
+    assert fades(*((0.1 * each + 1e-6, 1e-3 * each + 1e-6) for each in cosine))[-1] == (1, 1)
+
+
+@pytest.mark.parametrize("lr", [None, "0.1", -1.0, math.nan, math.inf])
+def test_a_rate_that_is_no_number_is_unknown(lr):
+    assert rate_of({"lr": lr}) is None
+    assert rate_of({"lr": torch.tensor(0.5)}) == 0.5
+    assert rate_of({"lr": mock.Mock(spec=torch.Tensor, is_cuda=True)}) is None, "reading it would wait for the GPU"

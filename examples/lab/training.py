@@ -23,10 +23,8 @@ from lab.commands import need
 from lab.data import Data
 from lab.problems import PROBLEMS, Problem
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.guards import Applied
-from lightning_topk.runtime.applied import Clipping
+from lightning_topk.runtime.applied import Clipping, faded
 from lightning_topk.runtime.momentum import adapt_momentum
-from lightning_topk.runtime.residuals import FALL
 from lightning_topk.simulate import Cluster
 
 K = TypeVar("K", bound=Hashable)
@@ -214,35 +212,33 @@ class DiLoCo(LocalSGD):
 
 
 class Workers:
-    """Simulated workers with residuals, each of which estimates the user's clipping, as ranks of a cluster do."""
+    """Simulated workers with residuals, which are told of clipping to ``max_norm`` as ranks of a cluster are."""
 
-    def __init__(self, config: TopKConfig, workers: int, numel: int, **options: Any) -> None:
+    def __init__(
+        self, config: TopKConfig, workers: int, numel: int, max_norm: float | None = None, **options: Any
+    ) -> None:
         self.cluster = Cluster(config, workers, numel, **options)
         self.sent_bytes = self.cluster.sent_bytes
-        self._clippings = [Clipping() for _ in range(workers)]
-        self._bucket = (torch.empty(0),)
-        self._first, self._over = 0.0, 1.0  # the rate in whose unit the residuals are, and the last one over it
+        self._bucket, self._clippings = (
+            (torch.empty(numel, device="meta"),),
+            [Clipping(workers) for _ in range(workers)],
+        )
+        numbers = dict.fromkeys(self._bucket, 0)
+        for each in self._clippings:
+            each.tell([max_norm] if max_norm and self.cluster.plan.waits else (), numbers)
+        self._rate: float | None = None  # at which what waits counts
 
-    def step(self, gradients: Sequence[Tensor], epoch: int, rate: float, least: float) -> list[Tensor]:
-        """Exchanges the gradients ``[d]`` of a step with this learning rate, ``least`` of the one before at least."""
-        self._first = self._first or rate
-        self._over = max(rate / self._first, least * self._over) if rate else self._over
+    def step(self, gradients: Sequence[Tensor], epoch: int, rate: float) -> list[Tensor]:
+        """Exchanges the gradients ``[d]`` of a step with this learning rate."""
+        fade, self._rate = faded(rate if self._rate is None else self._rate, rate)
         for each in self._clippings:
             each.begin_pass()
         clips = [each.of(self._bucket, gradients[0].device) for each in self._clippings]
-        applied = [Applied(self._over, clip) for clip in clips]
-        delivered = self.cluster.step(gradients, epoch, applied=applied)
+        delivered = self.cluster.step(gradients, epoch, fade=fade, clips=clips)
         for each, outcome in zip(self._clippings, self.cluster.outcomes, strict=True):
             if outcome.norms is not None:
                 each.fold([self._bucket], [outcome.norms])
         return delivered
-
-    def after_step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Shows the workers the gradients of a step of the optimizers, after their clipping."""
-        every = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-        for each in self._clippings:
-            for optimizer in optimizers:
-                each.after_step(optimizer, lambda _: every)
 
 
 @contextmanager
@@ -299,7 +295,8 @@ def train(
     together, numel = 1, len(problem.start)
     if isinstance(config, TopKConfig):
         sizes = tuple(shape.numel() for shape in shapes)
-        ranks: Any = Workers(config, workers, numel, sizes=sizes, device=problem.start.device)
+        options = {"sizes": sizes, "device": problem.start.device}
+        ranks: Any = Workers(config, workers, numel, optimizer.clip_norm, **options)
     else:
         ranks = config(workers, shapes)
         if not isinstance(ranks, LocalSGD):
@@ -326,9 +323,7 @@ def train(
         if observe is not None:
             run.seen.append(observe(getattr(ranks, "cluster", ranks), gradients))
         if isinstance(ranks, Workers):
-            rate = optimizer.rate(step, steps)
-            least = 0.0 if optimizer.kind == "SGD" and not optimizer.momentum else FALL
-            delivered = ranks.step(gradients, step // epoch_steps, rate, least)
+            delivered = ranks.step(gradients, step // epoch_steps, optimizer.rate(step, steps))
         else:
             delivered = ranks.step(gradients, epoch=step // epoch_steps)
         run.union.append(int(delivered[0].count_nonzero()))
@@ -336,8 +331,6 @@ def train(
             for part, its in zip(each, problem.weights(gradient), strict=True):
                 part.grad = its
             optimizer.step(made, step, steps)
-        if isinstance(ranks, Workers):
-            ranks.after_step(stepped[0])
         if isinstance(ranks, LocalSGD):
             ranks.average_(weights)
         if every and (step + 1) % every == 0:

@@ -18,7 +18,7 @@ from lightning_topk.adapters.ddp import TopKState
 from lightning_topk.config import Settings, TopKConfig, check_bool, check_count, check_function, one_config
 from lightning_topk.runtime.checkpoint import EMPTY
 from lightning_topk.runtime.messages import WarnOnce, startup_warnings
-from lightning_topk.runtime.optimizers import GetOptimizers, getter
+from lightning_topk.runtime.optimizers import GetOptimizers, MaxNorm, check_max_norm, getter
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Report
 from lightning_topk.volume import Volume
@@ -39,6 +39,7 @@ def attach(
     local_world_size: int | None = None,
     announce: Callable[[str], None] | None = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    max_norm: MaxNorm = None,
     **settings: Unpack[Settings],
 ) -> TopKState | ShardState | Alone:
     """Compresses the gradient exchange of a wrapped model.
@@ -61,9 +62,9 @@ def attach(
         epoch: Function that returns the epoch, for schedules by epoch.
         broadcast_weights: For FSDP2 only: whether to broadcast the first replica's weights to the others now. DDP
             broadcasts weights when it wraps a model.
-        optimizer: The optimizer or a list of optimizers: gradients that wait count at its learning rates and as your
-            clipping leaves them, and settings depend on it (``adapt_momentum``, ``momentum``). Or a function that
-            returns a list of them, which may be empty until the first step.
+        optimizer: The optimizer or a list of optimizers: gradients that wait follow its learning rate, and settings
+            depend on it (``adapt_momentum``, ``momentum``). Or a function that returns a list of them, which may be
+            empty until the first step.
         scaler: The GradScaler that scales the loss. Residuals are then unscaled.
         local_world_size: For DDP only: ranks per node, for ``topology="hierarchical"`` and to count bytes between
             nodes. Ranks of a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
@@ -71,6 +72,10 @@ def attach(
             Default: the logger ``lightning_topk``, at level WARNING, or INFO for information.
         process_group: For FSDP2 only: the ranks that hold the same shard, one per node, as a process group or as one
             dimension of a device mesh. A DDP model has its own group.
+        max_norm: What you pass to ``clip_grad_norm_``, so that each gradient waits as clipped as dense training would
+            apply it. A number if you clip all parameters together, or a list with one for each optimizer (None: not
+            clipped). Keep your call: it clips what is delivered. If you change gradients between backward and your
+            call, such as dividing them by a number of tokens, do that to the loss instead, or leave ``max_norm`` out.
         **settings: See :class:`lightning_topk.TopKStrategy`.
 
     Returns:
@@ -88,10 +93,12 @@ def attach(
     check_bool("broadcast_weights", broadcast_weights)
     check_count("local_world_size", local_world_size)
     getter(optimizer)
+    check_max_norm(max_norm)
     if epoch is not None:
         check_function("epoch", epoch)
     earlier = None if residuals is None else residuals.state
-    common = {"timeout": timeout, "earlier": earlier, "epoch": epoch, "scaler": scaler, "announce": announce}
+    common: dict[str, Any] = {"timeout": timeout, "earlier": earlier, "epoch": epoch, "scaler": scaler}
+    common |= {"announce": announce, "max_norm": max_norm}
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     wrappers = {kind for module in modules for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
     if any(kind.__module__.startswith("torch.distributed._composable.replicate") for kind in wrappers):

@@ -13,7 +13,7 @@ from lightning_topk.core.requests import AllGather, AllReduce, Broadcast, Gather
 
 def single_server(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """The parameter server of the thesis: rank 0 serves the whole bucket, and is a worker too."""
-    payload, up = end.uplink.send(g, codecs.uplink, step, step.scale_in)
+    payload, up = end.uplink.send(g, codecs.uplink, step)
     received = yield Gather(payload[0], "uplink")
     down = None
     if end.downlink is not None:
@@ -22,7 +22,7 @@ def single_server(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Excha
     else:
         reply = torch.empty(1, codecs.reply.nbytes, dtype=torch.uint8, device=g.device)
     replies = yield Broadcast(reply[0], "downlink")
-    return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, g, step.scale_out), up, down)
+    return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, g, step.scale), up, down)
 
 
 def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
@@ -33,10 +33,10 @@ def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
 
 def all_gathered(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """TopK-SGD without a server: every worker receives every worker's selection."""
-    payload, up = end.uplink.send(g, codecs.uplink, step, step.scale_in)
+    payload, up = end.uplink.send(g, codecs.uplink, step)
     received = yield AllGather(payload[0], "uplink")
     mean = aggregate(received, codecs.uplink, end.dtype, scratch=g, ordered=True)
-    scale, kept = step.scale_out, end.uplink.memory.tensors().get("residual")
+    scale, kept = step.scale, end.uplink.memory.tensors().get("residual")
     if scale is None and kept is not None and g.dtype != end.dtype:
         finite, limit = reference.is_finite(mean), torch.finfo(g.dtype).max
         g.copy_(mean.clamp(-limit, limit))
@@ -54,15 +54,18 @@ def all_gathered_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
 
 def dense(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """All-reduces the mean in the bucket's dtype, as DDP does: no compression and no residual."""
-    stats = LinkStats()
+    error = clipped = None
+    if step.clip is not None:
+        clipped = step.clip.measured(step.clip.norms(g, end.plan.parts.sizes, step.scale))
+        g.div_(step.clip.spread(clipped[1], end.plan.parts.sizes))
     if step.measure.error:
-        energy = norm(g, step.scale_in).square()
-        stats = LinkStats(torch.stack([energy, torch.zeros_like(energy)]))
+        energy = norm(g, step.scale).square()
+        error = torch.stack([energy, torch.zeros_like(energy)])
     total = yield AllReduce(g.div_(end.plan.world), "uplink")
     finite = reference.is_finite(total)
     if total.data_ptr() != g.data_ptr():
         g.copy_(total)
-    return Outcome(finite, stats)
+    return Outcome(finite, LinkStats(error, clipped=clipped))
 
 
 def dense_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:

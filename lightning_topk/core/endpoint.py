@@ -111,6 +111,11 @@ class BucketPlan:
         fixed = isinstance(self.k, int) and isinstance(self.server_k, int | None)
         return fixed and self.wire.name == "fp32" and all(each.k == each.universe for each in self.codecs())
 
+    @cached_property
+    def waits(self) -> bool:
+        """Whether gradients wait in residuals."""
+        return "worker" in self.feedback and not self.lossless
+
     def _k_at(self, k: Varying, step: int, epoch: int, name: str) -> int:
         return self.layout.k_per_shard(k_of(self.layout.numel, ratio_at(k, step, epoch, name)))
 
@@ -126,9 +131,10 @@ class BucketPlan:
         asked: list[Request] = []
         if voters is not None:
             asked.append(AllGather(placeholder(-(-voters // 8)), "uplink"))
+        asked += self.topology.requests(self, self.codecs(step, epoch))
         if self.uncompressed:
             asked.append(AllReduce(placeholder(self.uncompressed_numel * self.itemsize), "uplink"))
-        return asked + self.topology.requests(self, self.codecs(step, epoch))
+        return asked
 
     def volume(self, rank: int = 0, step: int = 0, epoch: int = 0, voters: int | None = None) -> Volume:
         """Predicts the bytes of a step."""
@@ -158,7 +164,7 @@ class BucketPlan:
         mine = memory("worker", layout.numel)
         if self.momentum:
             mine = MomentumResidual(layout.numel, wide, device, self.momentum)
-        uplink, downlink = fused(Link(layout, selector, mine, sizes=self.parts.slices)), None
+        uplink, downlink = fused(Link(layout, selector, mine, parts=self.parts)), None
         if self.topology.has_servers and (layout.shards == self.world or number == 0):
             served, lossless = Layout(layout.shard_size), self.server_k is None
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
@@ -244,7 +250,7 @@ class Outcome:
     finite: Tensor  # scalar bool, the same on every rank: whether all delivered values are finite
     uplink: LinkStats
     downlink: LinkStats | None = None  # None on a rank that is not a server
-    norms: Tensor | None = None  # [3] float32: of this worker's gradient, of what enters its residual, and delivered
+    norms: Tensor | None = None  # [2, limits] float32: of this worker's gradient as it entered, and of the delivered
 
 
 Exchange = Generator[Request, Any, Outcome]

@@ -43,12 +43,12 @@ from lightning_topk.core.requests import AllGather, AllToAll, Among, Request, pl
 def sharded(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
     """Every rank is a worker and the server of one shard."""
     assert end.downlink is not None
-    payloads, up = end.uplink.send(g, codecs.uplink, step, step.scale_in)  # 1-4
+    payloads, up = end.uplink.send(g, codecs.uplink, step)  # 1-4
     received = yield AllToAll(payloads, "uplink")  # 5
     mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)  # 6
     reply, down = end.downlink.send(mean, codecs.reply, step)  # 7
     replies = yield AllGather(reply[0], "downlink")  # 8
-    finite = deliver(replies, codecs.reply, end.layout, g, step.scale_out)  # 9
+    finite = deliver(replies, codecs.reply, end.layout, g, step.scale)  # 9
     return Outcome(finite, up, down)
 
 
@@ -68,7 +68,7 @@ def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchan
     rows = ops.split_parts(g, parts, lambda: end.pieces)
     received = yield AllToAll(rows.view(torch.uint8), "uplink", "node")
     x = _node_mean(received.view(g.dtype), end.dtype)
-    payloads, up = end.uplink.send(x, codecs.uplink, step, step.scale_in)
+    payloads, up = end.uplink.send(x, codecs.uplink, step)
     received = yield AllToAll(payloads, "uplink", "peers")
     with _sent_by(lambda row: row * parts.count + end.rank % parts.count):
         mean = aggregate(received, codecs.uplink, end.dtype, scratch=x)
@@ -77,7 +77,7 @@ def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchan
     everyones = yield AllGather(replies.view(-1), "downlink", "node")
     rows.zero_()
     with _sent_by(lambda row: row % end.plan.world * parts.count + row // end.plan.world):
-        finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.layout, rows, step.scale_out)
+        finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.layout, rows, step.scale)
     ops.join_parts(rows, parts, lambda: end.pieces, out=g)
     return Outcome(finite, up, down)
 

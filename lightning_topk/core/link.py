@@ -1,21 +1,23 @@
 """One lossy direction: the sender compresses a vector, and the receivers decode its payloads.
 
 Sending is steps 1-4 of :mod:`lightning_topk.core.exchange`; receiving is :func:`aggregate` at a server (step 6) and
-:func:`deliver` at a worker (step 9). Residuals have no scale: it is removed where a gradient enters the uplink, and put
-back once, where the result is delivered.
+:func:`deliver` at a worker (step 9). A gradient is divided by the loss scale, and clipped, where it enters the uplink.
+The loss scale is put back once, where the result is delivered.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_topk.core import ops
-from lightning_topk.core.layout import Layout
+from lightning_topk.core.layout import Layout, NodeShards
 from lightning_topk.core.memory import Memory, Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.select import Selector, TopK
@@ -36,14 +38,53 @@ class Measure:
 NOTHING = Measure()
 
 
+class Clip(NamedTuple):
+    """The user's clipping of the mean gradient, by one limit or by several, each of some parameters.
+
+    Attributes:
+        slopes: ``[limits]`` float32. A gradient of norm n is divided by n times the slope, if that is above 1.
+        of: ``[parameters]`` int64, the number of each parameter's limit; None if there is one.
+    """
+
+    slopes: Tensor
+    of: Tensor | None = None
+
+    def norms(self, x: Tensor, sizes: Sequence[int], scale: Tensor | None) -> Tensor:
+        """Norms ``[limits]`` float32 of a gradient ``[numel]`` of parameters of ``sizes``, without its loss scale."""
+        if self.of is None:
+            return norm(x, scale, torch.float32).view(1)
+        squares = torch.stack([norm(part, scale, torch.float32) for part in x.split(sizes)]).square()
+        return torch.zeros_like(self.slopes).index_add_(0, self.of, squares).sqrt()
+
+    def measured(self, norms: Tensor) -> Tensor:
+        """``[2, limits]``: the norms once they are clipped, and the factors by which they are too large, at least 1."""
+        excess = (norms * self.slopes).clamp_(min=1)
+        return torch.stack([norms / excess, excess])
+
+    def spread(self, factors: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The factor of each element of parameters of ``sizes``, or a scalar; ``factors`` are ``[limits]``."""
+        if self.of is None:
+            return factors[0]
+        repeats = ops.to_device(torch.tensor(sizes), factors.device)
+        return factors[self.of].repeat_interleave(repeats, output_size=sum(sizes))
+
+    def among(self, numbers: Sequence[int]) -> Clip:
+        """The same for some of the parameters."""
+        if self.of is None:
+            return self
+        return Clip(self.slopes, self.of[ops.to_device(torch.tensor(numbers), self.of.device)])
+
+
 @dataclass(frozen=True)
 class Step:
     """What an exchange depends on, besides its plan and density."""
 
     number: int = 0  # exchanges of this gradient before this one; the same on every rank
-    scale_in: Tensor | None = None  # scalar scale of the gradient that enters the uplink; None: 1
-    scale_out: Tensor | None = None  # scalar scale of the gradient that is delivered, the same on every rank; None: 1
+    scale: Tensor | None = None  # scalar loss scale of the gradient, before and after, the same on every rank; None: 1
     measure: Measure = NOTHING
+    fade: float = 1.0  # factor of what waits, at most 1
+    clip: Clip | None = None
+    apart: Tensor | None = None  # [limits] norms of the gradients of uncompressed parameters, which are 0 in the vector
 
 
 FIRST = Step()
@@ -55,6 +96,7 @@ class LinkStats:
 
     error: Tensor | None = None  # [2] float64: ‖a‖² and ‖a - C(a)‖²
     per_layer: Tensor | None = None  # [3, parameters] float64: ‖a‖², ‖a - C(a)‖² and entries sent, by parameter
+    clipped: Tensor | None = None  # [2, limits] float32: norms of the gradient as it entered, and its excess before
 
 
 Sent = tuple[Tensor, LinkStats]
@@ -73,24 +115,42 @@ class Link:
     selector: Selector
     memory: Memory
     delivered: torch.dtype | None = None
-    sizes: tuple[int, ...] = ()  # elements of each parameter, for statistics per layer
+    parts: NodeShards | None = None  # how the bucket is split, of which a worker sends a part; None at a server
     sent: tuple[Tensor, Codec] | None = field(default=None, init=False)  # payloads of an exchange in progress
 
-    def send(self, x: Tensor, codec: Codec, step: Step = FIRST, scale: Tensor | None = None) -> Sent:
+    def send(self, x: Tensor, codec: Codec, step: Step = FIRST) -> Sent:
         """Compresses ``x`` ``[numel]``, floating, and keeps the rest in the memory; ``x`` becomes zero.
 
-        The scalar ``scale`` of ``x`` is removed first. If the vector has a NaN or an infinity, every value in the
-        payloads is NaN, so that every receiver notices, and the memory is unchanged.
+        A worker's ``x`` is a gradient, whose loss scale and excess are divided out first. If the vector has a NaN or an
+        infinity, every value in the payloads is NaN, so that every receiver notices, and the memory only fades.
         """
-        memory, measure, sizes = self.memory, step.measure, self.sizes
+        if self.parts is None:
+            return self._send(x, codec, step, None)
+        scale, clipped, clip = step.scale, None, step.clip
+        if clip is not None:
+            norms = clip.norms(x, self.parts.slices, scale)
+            norms = norms if self.parts.count == 1 else norms * math.sqrt(self.parts.count)
+            norms = norms if step.apart is None else norms.hypot(step.apart)
+            clipped = clip.measured(norms)
+            excess = clipped[1]
+            if clip.of is not None:
+                x.div_(clip.spread(excess, self.parts.slices))
+            elif not ops.on_cpu(x) or excess > 1:  # a CPU saves a pass over a gradient that is not clipped
+                scale = excess[0] if scale is None else scale * excess[0]
+        payloads, stats = self._send(x, codec, step, scale)
+        return payloads, replace(stats, clipped=clipped)
+
+    def _send(self, x: Tensor, codec: Codec, step: Step, scale: Tensor | None) -> Sent:
+        """Sends ``x``, divided by the scalar ``scale``."""
+        memory, measure, sizes = self.memory, step.measure, self.parts.slices if self.parts else ()
         if scale is not None:  # by multiplication, as a GradScaler does
             given, x = x, x.to(memory.dtype).mul_(scale.reciprocal())  # in place, or in a copy: 16 bits may underflow
             if x is not given:
                 given.zero_()
         finite = reference.is_finite(x)
-        a = memory.compensate(reference.zero_unless_(x, finite), finite)
+        a = memory.compensate(reference.zero_unless_(x, finite), finite, step.fade)
         index, value = self.selector.select(a, self.layout, codec.k, step.number)
-        payloads, arrives = codec.encode(index, value, None if step.scale_out is not None else self.delivered, finite)
+        payloads, arrives = codec.encode(index, value, None if step.scale is not None else self.delivered, finite)
         flat, arrives = reference.flat_index(index, self.layout).view(-1), arrives.view(-1)
         error = per_layer = None
         if measure.error:
@@ -120,14 +180,14 @@ class FusedLink(Link):
     function: ops.Sender = field(kw_only=True)
 
     @override
-    def send(self, x: Tensor, codec: Codec, step: Step = FIRST, scale: Tensor | None = None) -> Sent:
+    def _send(self, x: Tensor, codec: Codec, step: Step, scale: Tensor | None) -> Sent:
         if step.measure == NOTHING:
-            to = None if step.scale_out is not None else self.delivered
-            payloads = self.function(self.memory.residual, x, self.layout, codec.format(to), to, scale)
+            to = None if step.scale is not None else self.delivered
+            payloads = self.function(self.memory.residual, x, self.layout, codec.format(to), to, scale, step.fade)
             if payloads is not None:
                 self.sent = payloads, codec
                 return payloads, LinkStats()
-        return super().send(x, codec, step, scale)
+        return super()._send(x, codec, step, scale)
 
 
 def fused(link: Link, exact: bool = False) -> Link:
@@ -139,7 +199,7 @@ def fused(link: Link, exact: bool = False) -> Link:
     if type(link.selector) is TopK and type(memory) is Residual:
         function = ops.sender(memory.residual, layout, delivered, exact)
         if function is not None:
-            return FusedLink(layout, link.selector, memory, delivered, link.sizes, function=function)
+            return FusedLink(layout, link.selector, memory, delivered, link.parts, function=function)
     return link
 
 

@@ -22,10 +22,10 @@ class Memory:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
-        """Adds the residual to ``x`` ``[numel]``, which becomes zero.
+    def compensate(self, x: Tensor, finite: Tensor, fade: float = 1.0) -> Tensor:
+        """Adds the residual, times the factor ``fade``, to ``x`` ``[numel]``, which becomes zero.
 
-        If the scalar bool ``finite`` is false, ``x`` is zero, and the step must leave the memory unchanged. The sum,
+        If the scalar bool ``finite`` is false, ``x`` is zero, and the memory must not change otherwise. The sum,
         ``[numel]``, is finite, and may share this memory's storage.
         """
         a = x.to(self.dtype, copy=True)
@@ -47,17 +47,20 @@ class Memory:
 
 
 class Residual(Memory):
-    """Error feedback: ``a = x + e``, then ``e = a - sent``; in between, the residual ``[numel]`` holds the sum."""
+    """Error feedback: ``a = fade e + x``, then ``e = a - sent``; in between, the residual ``[numel]`` holds the sum."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype)
         self.residual = torch.zeros(numel, dtype=dtype, device=device)
 
     @override
-    def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
-        a = reference.clamp_(self.residual.add_(x))
+    def compensate(self, x: Tensor, finite: Tensor, fade: float = 1.0) -> Tensor:
+        a = reference.clamp_(self._faded(fade).add_(x))
         x.zero_()
         return a
+
+    def _faded(self, fade: float) -> Tensor:
+        return self.residual if fade == 1 else self.residual.mul_(fade)
 
     @override
     def keep(self, index: Tensor, sent: Tensor) -> None:
@@ -71,7 +74,7 @@ class Residual(Memory):
 class MomentumResidual(Residual):
     """Error feedback on velocities: momentum correction of Deep Gradient Compression (Lin et al. 2018, section 3.2).
 
-    ``u = m u + x``; ``a = v + u``; ``v = a - sent``. Momentum is applied on the worker, before compression, so the
+    ``u = m u + x``; ``a = fade v + u``; ``v = a - sent``. Momentum is applied on the worker, before compression, so the
     optimizer's own momentum must be 0. ``u`` ``[numel]`` is zeroed at the sent positions (momentum factor masking),
     which stops stale momentum.
     """
@@ -82,13 +85,13 @@ class MomentumResidual(Residual):
         self.momentum = momentum
 
     @override
-    def compensate(self, x: Tensor, finite: Tensor) -> Tensor:
+    def compensate(self, x: Tensor, finite: Tensor, fade: float = 1.0) -> Tensor:
         velocity = self.velocity * self.momentum
         velocity += x
         reference.clamp_(velocity)
         self.velocity.copy_(torch.where(finite, velocity, self.velocity))
         x.zero_()
-        return reference.clamp_(self.residual.add_(reference.zero_unless_(velocity, finite)))
+        return reference.clamp_(self._faded(fade).add_(reference.zero_unless_(velocity, finite)))
 
     @override
     def keep(self, index: Tensor, sent: Tensor) -> None:

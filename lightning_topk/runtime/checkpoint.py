@@ -7,17 +7,14 @@ The entry consists of numbers, strings, lists, dicts and CPU tensors, so ``torch
     world_size   of the run that wrote it
     steps        number of exchanged steps, for schedules and random selectors
     parameters   {name: {"residual": tensor, ...}}
-    units        {name: [class of the optimizer, learning rate]}
 
 A residual is the gradient not yet delivered: the mean of the workers' residuals plus the servers' residuals, 1 x the
-model at any world size. Every worker resumes with it. At the learning rate of its unit it is a gradient: a run
-that resumes at another rate delivers it times their quotient (:mod:`.applied`). Elements are in the order of their
-indices (:data:`.residuals.Form`).
+model at any world size. Every worker resumes with it, at whatever learning rate. Elements are in the order of their
+indices (:data:`.residuals.Form`). Earlier entries have ``units``, which are ignored.
 """
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -30,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.applied import Unit
 from lightning_topk.runtime.groups import every_rank
 from lightning_topk.runtime.residuals import Residuals, by_index, by_memory, form_of
 
@@ -55,7 +51,6 @@ _NOT_HERE = {
 
 def collect(
     residuals: Residuals,
-    units: Mapping[Tensor, Unit],
     steps: int,
     names: Mapping[Tensor, str],
     config: TopKConfig,
@@ -67,7 +62,6 @@ def collect(
     A collective: every rank must call it at the same point, between two backward passes.
     """
     entry = {**EMPTY, "world_size": dist.get_world_size(group), "steps": steps, "parameters": {}}
-    entry["units"] = {names[parameter]: [*unit] for parameter, unit in units.items() if parameter in names}
     exchanged = [parameter for parameter in names if parameter in residuals]
     sum_to_root = partial(dist.reduce, group=group, group_dst=0)
     on_root = dist.get_rank(group) == 0
@@ -139,8 +133,7 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
             parameters[name]: {kind: by_memory(part, form_of(parameters[name])).clone() for kind, part in kept.items()}
             for name, kept in entry["parameters"].items()
         }
-        units = {parameters[name]: Unit(*unit) for name, unit in entry.get("units", {}).items() if name in parameters}
-    residuals.restore(memories, units)
+    residuals.restore(memories)
     checksum = 0
     for part in (part for kept in memories.values() for part in kept.values()):
         checksum = zlib.crc32(part.cpu().view(torch.uint8).numpy().data, checksum)
@@ -171,9 +164,6 @@ def _check(entry: Any, parameters: Mapping[str, Tensor]) -> None:
         raise ValueError(_NOT_HERE.get(entry["mode"]) or f"its mode is {entry['mode']!r:.50} instead of 'mean'")
     if type(entry["steps"]) is not int or entry["steps"] < 0:
         raise ValueError(f"steps={entry['steps']!r:.50} must be an integer of at least 0")
-    for name, (optimizer, rate) in entry.get("units", {}).items():
-        if not (isinstance(optimizer, str) and isinstance(rate, int | float) and 0 < rate < math.inf):
-            raise ValueError(f"the residual of {name!r} has the unit {(optimizer, rate)!r:.50}")
     strangers = sorted(entry["parameters"].keys() - parameters.keys())
     if strangers:
         raise ValueError(f"the model has no parameter {strangers[0]!r} (one of {len(strangers)} missing)")

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_topk.bucket import Bucket
 from lightning_topk.core import guards
 from lightning_topk.core.endpoint import BucketPlan
-from lightning_topk.core.guards import Applied
+from lightning_topk.core.link import Clip, Step
 from lightning_topk.core.requests import request_volume
 from lightning_topk.runtime import collectives, shares
 from lightning_topk.runtime.groups import Groups
@@ -34,7 +34,7 @@ class Job:
         gradient: The gradient, of any shape; overwritten.
         name: Name in error messages.
         used: ``[parameters]`` bool, which parameters of the bucket this rank used; None if all.
-        clip: The user's clipping, see :class:`.Applied`.
+        clip: The user's clipping; None if nothing was told.
         place: Index of its record in those of its pass; an empty gradient has none.
     """
 
@@ -43,7 +43,7 @@ class Job:
     plan: BucketPlan
     name: str
     used: Tensor | None
-    clip: Tensor | None
+    clip: Clip | None
     of: Pass
     place: int
 
@@ -78,12 +78,11 @@ class Job:
         now, plan = self.of, self.plan
         begun = mark(g.device) if now.timed else None
         rank, world, local = groups.rank, groups.world, groups.local
-        end = now.residuals.endpoint(self.bucket, plan, now.rates)
-        rate = 1.0 if now.rates is None else now.residuals.rate(self.bucket, now.rates)
+        end = now.residuals.endpoint(self.bucket, plan)
+        fade = 1.0 if now.rates is None else now.residuals.fade(self.bucket, now.rates)
         codecs, sent, reply = plan.codecs(now.step, now.epoch, end.uplink.selector), plan.dense_volume, None
-        exchange = guards.exchange(
-            end, g, codecs, now.step, now.scale, self.used, now.measure, Applied(rate, self.clip)
-        )
+        step = Step(now.step, now.scale, now.measure, fade, self.clip)
+        exchange = guards.exchange(end, g, codecs, step, self.used)
         try:
             while True:
                 request = exchange.send(reply)

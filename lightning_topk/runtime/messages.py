@@ -72,7 +72,7 @@ def startup_warnings(requested: TopKConfig, config: TopKConfig, world: int, has_
     if config.adapts_momentum and not has_optimizers:
         return [
             "lightning_topk: attach was called without optimizer=, so momentum is not adapted to compression, "
-            "residuals ignore gradient clipping and changes of the learning rate, and training may end behind DDP's. "
+            "residuals ignore changes of the learning rate, and training may end behind DDP's. "
             "Pass optimizer=. Without a torch optimizer, pass adapt_momentum=False to silence this."
         ]
     return []

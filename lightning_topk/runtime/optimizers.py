@@ -1,9 +1,11 @@
-"""The user's optimizers, as the exchange uses them: their momentum, their steps, and the loss scale."""
+"""The user's optimizers, as the exchange uses them: their momentum, steps, learning rates and clipping."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,15 +15,19 @@ from typing_extensions import override
 
 from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import TopKConfig, check_function
-from lightning_topk.runtime.applied import Clipping, Rates, kind_of, rate_of
+from lightning_topk.runtime.applied import Clipping, Rates, rate_of
 from lightning_topk.runtime.groups import Groups, check_agreement, gathered
 from lightning_topk.runtime.messages import WarnOnce
-from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, all_parameters
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, all_parameters, local_part
 from lightning_topk.runtime.telemetry import Telemetry
 from lightning_topk.runtime.watch import Watch
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
 """Returns the optimizers, which may be created later or replaced."""
+MaxNorm = float | Sequence[float | None] | None
+"""The norm to which the user clips the gradients of all parameters together, or one for each optimizer's."""
+READ = (20, 100)
+"""Steps of an optimizer after which their gradients' norms are read, to see whether they are clipped."""
 
 
 def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) -> GetOptimizers | None:
@@ -68,8 +74,18 @@ def unwrapped(optimizer: Any) -> Any:
         optimizer = inner
 
 
+def check_max_norm(max_norm: Any) -> MaxNorm:
+    """Refuses what is no norm and no list of norms."""
+    several = max_norm if isinstance(max_norm, list | tuple) else [max_norm]
+    if not all(each is None or (isinstance(each, Real) and not isinstance(each, bool)) for each in several):
+        raise TypeError(f"max_norm={max_norm!r} must be a number, a list with one for each optimizer, or None.")
+    if not all(each is None or each > 0 for each in several):
+        raise ValueError(f"max_norm={max_norm!r} must be above 0. Leave it out if you do not clip gradients.")
+    return max_norm
+
+
 class Optimizers(Watch):
-    """The user's optimizers, which may be created later or replaced: their momentum, and the loss scale.
+    """The user's optimizers, which may be created later or replaced: their momentum, rates, clipping and loss scale.
 
     ``now`` returns them, or is None if the user passed none; ``held_by_optimizers`` returns the parameters that
     optimizers hold of members of buckets.
@@ -85,12 +101,22 @@ class Optimizers(Watch):
         telemetry: Telemetry,
         say: WarnOnce,
         clipping: Clipping,
+        max_norm: MaxNorm = None,
     ) -> None:
         self._getter, self._buckets, self._held_by_optimizers = now, buckets, held_by_optimizers
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         super().__init__(config, say, telemetry, now is not None, self._scaler is not None)
-        self.clipping = clipping if now is not None and config.compresses and config.error_feedback else None
-        """What is known of the user's clipping; None if no optimizer is known."""
+        self.clipping = clipping
+        self._max_norm = max_norm
+        self.first_limit = math.inf
+        """The norm to which optimizers will be clipped in their first step, if that is known."""
+        self._limits: dict[int, float] = {}  # by id of an optimizer, the norm to which it was clipped last
+        self._clipped: set[int] = set()  # those that were clipped since their last step
+        self._numbers: dict[Tensor, int] = {}  # of the optimizer of each member of a bucket, or 0 if one norm is of all
+        self._covered: set[int] = set()  # those whose parameters are all exchanged here
+        self._norms: dict[int, list[Tensor]] = {}  # by id of an optimizer, of the gradients in its first steps
+        self.clips = False
+        """Whether the last pass clipped gradients in the exchange."""
         self.rates: Rates | None = None
         """The learning rates of this pass; None if no optimizer is known."""
         self._first_group: dict[int, int] = {}  # by id of an optimizer, the number of its first group in `rates`
@@ -128,7 +154,8 @@ class Optimizers(Watch):
         if self._config.compresses:
             now, names, where = self._now() if exist else [], self._names(), (groups.device, groups.all)
             kinds = [type(each).__name__ for each in now] or ("missing" if exist else "a function")
-            check_agreement({"optimizer=": kinds}, "Pass the same optimizer= on every rank.", *where)
+            same = {"optimizer=": kinds, "max_norm=": self._max_norm}
+            check_agreement(same, "Pass the same optimizer= and max_norm= on every rank.", *where)
             mine = {names[p]: type(each).__name__ for each in now for p in all_parameters(each) if p in names}
             rows = gathered([*mine], *where)
             every = set[str]().union(*rows)
@@ -156,8 +183,36 @@ class Optimizers(Watch):
                 self._find_groups(optimizers)
             else:
                 self.rates = self.rates._replace(now=now)
-        if self.clipping is not None:
-            self.clipping.begin_pass()
+        self._tell_clipping(optimizers)
+
+    def _tell_clipping(self, optimizers: Sequence[Optimizer]) -> None:
+        """Tells the exchange to what norms the gradients of this pass will be clipped."""
+        several: Any = self._max_norm
+        if isinstance(several, Real):
+            self._numbers = self._numbers or dict.fromkeys(self._buckets.names, 0)
+            limits = [float(several)]
+        else:
+            known = several or [self._limits.get(id(each), self.first_limit) for each in optimizers]
+            limits = [*(limit or math.inf for limit in known), math.inf]  # the last is that of other parameters
+        self.clipping.tell(limits if min(limits) < math.inf else (), self._numbers)
+        self.clipping.begin_pass()
+
+    def clip(self, optimizer: Optimizer, max_norm: float, clip: Callable[[float], Tensor]) -> Tensor:
+        """The user's clipping of an optimizer's gradients to a norm, by a function that returns the norm before.
+
+        If the exchange has clipped them, they are not clipped again: what it delivers is a sum of clipped gradients.
+        """
+        each, ids = unwrapped(optimizer), [id(known.optimizer()) for known in self.watched]
+        if id(each) not in ids:
+            return clip(max_norm)
+        number, limits = ids.index(id(each)), self.clipping.limits if self.clips else ()
+        self._limits[id(each)] = max_norm
+        self._clipped.add(id(each))
+        done = bool(limits) and limits[number] == max_norm and id(each) in self._covered
+        norm = clip(math.inf if done else max_norm)
+        if limits:
+            self.clipping.note(number, getattr(norm, "full_tensor", lambda: norm)())
+        return norm
 
     def expect_all_of(self, bucket: Bucket) -> None:
         """Expects all of a bucket: with FSDP2, an optimizer may step its parameters before the pass ends."""
@@ -165,16 +220,40 @@ class Optimizers(Watch):
 
     @override
     def stepped(self, optimizer: Optimizer) -> None:
-        """Notes the rates of a step, and how its gradients were clipped."""
+        """Notes the rates of a step, and whether its gradients were clipped."""
+        self._telemetry.collect()  # in the stream in which a user may read it before the next pass does
         first = self._first_group.get(id(optimizer))
         if self.rates is not None and first is not None:
             last = [*self.rates.last]
             for number, group in enumerate(optimizer.param_groups[: len(last) - first], first):
-                last[number] = rate_of(group) or last[number]
+                last[number] = rate_of(group)
             self.rates = self.rates._replace(last=tuple(last))
-        if self.clipping is not None:
-            self._telemetry.collect()
-            self.clipping.after_step(optimizer, self._held_by_optimizers)
+        if id(optimizer) not in self._clipped:
+            self._limits[id(optimizer)] = math.inf
+            self._look_for_clipping(optimizer)
+        self._clipped.discard(id(optimizer))
+
+    @torch.no_grad()
+    def _look_for_clipping(self, optimizer: Optimizer) -> None:
+        """Says so if gradients reach the first steps with one norm again and again, and none was told."""
+        norms = self._norms.setdefault(id(optimizer), [])
+        grads = [p.grad for p in all_parameters(optimizer) if p.grad is not None]
+        hints = self._config.compresses and self._config.error_feedback and self._max_norm is None
+        if not hints or self._say._rank or len(norms) >= READ[-1] or getattr(optimizer, "grad_scale", None) is not None:
+            return
+        if not grads or any(g.is_sparse or local_part(g) is not g for g in grads):
+            return  # a rank does not know the norm of all shards
+        norms.append(torch.nn.utils.get_total_norm(grads).float())
+        if len(norms) in READ:
+            found, near = torch.stack(norms).tolist(), max(1e-3, torch.finfo(grads[0].dtype).eps)
+            most = max(found)
+            if sum(each > most * (1 - near) for each in found) >= READ[0] // 2:
+                norms *= READ[-1]  # no more are measured
+                self._say(
+                    f"lightning_topk: your gradients are clipped to norm {most:.3g}: pass max_norm={most:.3g} to "
+                    "attach, or what waits counts unclipped. With a strategy, clip by gradient_clip_val=, by "
+                    "self.clip_gradients or by fabric.clip_gradients."
+                )
 
     def _find_groups(self, optimizers: Sequence[Optimizer]) -> None:
         """Finds the parameter group of each member of the buckets."""
@@ -185,16 +264,20 @@ class Optimizers(Watch):
             count += len(each.param_groups)
             for number, group in enumerate(each.param_groups, first):
                 numbers |= dict.fromkeys(group["params"], number)
-        members = zip(names, self._held_by_optimizers(names), strict=True)
+        held = self._held_by_optimizers(names)
+        members = [*zip(names, held, strict=True)]
         known = {member: numbers[p] for member, p in members if p in numbers}
         if any(getattr(group.get("lr"), "is_cuda", False) for each in optimizers for group in each.param_groups):
             self._say.note(
                 "lightning_topk: an optimizer's lr is a tensor on a GPU, and is not read, since that would synchronize "
                 "with the GPU. So residuals do not follow changes of the lr. Use a float if they should."
             )
-        kinds = tuple(kind_of(each, group) for each in optimizers for group in each.param_groups)
         rates = tuple(rate_of(group) for each in optimizers for group in each.param_groups)
-        self.rates = Rates(known, kinds, rates, (0.0,) * len(rates)) if known and self._same else None
+        self.rates = Rates(known, rates, (None,) * len(rates)) if known and self._same else None
+        several = {p: number for number, each in enumerate(optimizers) for p in all_parameters(each)}
+        one = isinstance(self._max_norm, Real)
+        self._numbers = {member: 0 if one else several.get(p, len(optimizers)) for member, p in members}
+        self._covered = {id(each) for each in optimizers if {*held}.issuperset(all_parameters(each))}
 
     def sync(self) -> list[Optimizer]:
         """Checks the optimizers; adapts momentum, and watches the steps, of new ones. Before every backward pass.
@@ -204,6 +287,11 @@ class Optimizers(Watch):
         now, compressed = self._now(), frozenset(self._held_by_optimizers(self._buckets.compressed))
         check_optimizers(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         self.compressed = compressed
+        if isinstance(self._max_norm, Sequence) and now and len(now) != len(self._max_norm):
+            raise ValueError(
+                f"max_norm={self._max_norm!r} must have one norm for each of {len(now)} optimizers, or be one number, "
+                "the norm to which the gradients of all are clipped together."
+            )
         groups = [[*map(id, group["params"])] for each in now for group in each.param_groups]
         if [*map(id, now)] == [id(each.optimizer()) for each in self.watched] and groups == self._groups:
             return now

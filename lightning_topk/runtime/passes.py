@@ -64,6 +64,7 @@ class Pass:
         measure: Statistics that its jobs measure.
         timed: Whether its jobs are timed.
         waits: Whether backward waits for each job, so that it hides none of them.
+        clips: Whether the gradients are clipped in the exchange, if a norm was told: if any of them may wait.
         weighs: Whether jobs measure the energy of what they deliver (:mod:`.shares`).
         ready: Mark of when the last gradient was ready: from then on, backward hides nothing.
         buckets: The buckets exchanged so far.
@@ -79,6 +80,7 @@ class Pass:
     measure: Measure = NOTHING
     timed: bool = False
     waits: bool = False
+    clips: bool = False
     weighs: bool = False
     ready: Mark | None = None
     buckets: list[Bucket] = field(default_factory=list)

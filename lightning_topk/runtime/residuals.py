@@ -24,10 +24,8 @@ from lightning_topk.core import ops
 from lightning_topk.core.endpoint import BucketPlan, Endpoint
 from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.ops import reference
-from lightning_topk.runtime.applied import PLAIN, UNKNOWN, Rates, Unit
+from lightning_topk.runtime.applied import FALL, Rates
 
-FALL = 0.99
-"""Least rate of a pass over the one before that counts for what waits, unless the optimizer is plain SGD."""
 TOGETHER = 1 << 21
 """Elements of memories that are collected together for a checkpoint, if they are in no bucket."""
 Form = tuple[tuple[int, ...], tuple[int, ...]]
@@ -69,27 +67,18 @@ class _Kept:
             of it. They are views of an endpoint's memory, while the parameter has an endpoint.
         count: Slices of the parameter among the ranks of a node; this rank holds slice ``rank % count``.
         loaded: Whether every rank has the memories in full, from a checkpoint.
-        unit: Their unit; unknown before the step that follows the first exchange.
+        rate: The learning rate at which they count; None before the step that follows the first exchange.
     """
 
     form: Form
     parts: dict[str, Tensor] = field(default_factory=dict)
     count: int = 1
     loaded: bool = False
-    unit: Unit = UNKNOWN
+    rate: float | None = None
 
     def is_zero(self) -> bool:
         """Whether nothing is left to deliver. Waits for the device."""
         return not any(part.any() for part in self.parts.values())
-
-    def change_unit(self, unit: Unit, last: Unit) -> None:
-        """Changes the unit of the memories; ``last`` is that of the last step, theirs if it is unknown."""
-        if self.parts:
-            factor = (self.unit if self.unit.rate else last).over(unit)
-            factor = factor if unit.optimizer == PLAIN else min(factor, 1 / FALL)  # as `Residuals.rate` does
-            if factor not in (0, 1):
-                self.parts = {name: part * factor for name, part in self.parts.items()}
-            self.unit = unit
 
     def spread(self, part: Tensor, numel: int, rank: int, times: int = 1) -> Tensor:
         """Places this rank's slice, times a factor, in a tensor ``[numel]`` that is zero elsewhere."""
@@ -112,47 +101,46 @@ class Residuals:
         """The state that uses them, or the last one that did."""
         self._kept: dict[Tensor, _Kept] = {}
         self._live: dict[tuple[Tensor, ...], Endpoint] = {}
-        self._rates: dict[tuple[Tensor, ...], float] = {}  # of the last exchange of a bucket, see `rate`
         self._dropped = Counter[str]()  # parameters whose residuals were dropped since the last warning, by reason
 
     # -------------------------------------------------------------------------------- endpoints
 
-    def endpoint(self, parameters: tuple[Tensor, ...], plan: BucketPlan, rates: Rates | None = None) -> Endpoint:
+    def endpoint(self, parameters: tuple[Tensor, ...], plan: BucketPlan) -> Endpoint:
         """Returns the endpoint for the next exchange of a bucket, with the memories of its parameters."""
         end = self._live.get(parameters)
         if end is None or end.plan is not plan:
             self.drop_endpoints(set(parameters))
             end = plan.endpoint(self.rank, parameters[0].dtype, parameters[0].device)
-            self._fill(end, parameters, rates)
+            self._fill(end, parameters)
             self._live[parameters] = end
         return end
 
-    def rate(self, parameters: tuple[Tensor, ...], rates: Rates) -> float:
-        """The learning rate of a pass over that in whose unit the memories of a bucket are.
+    def fade(self, parameters: tuple[Tensor, ...], rates: Rates) -> float:
+        """The factor of what waits of a bucket in this pass, before its gradient is added.
 
-        What waits, divided by it, is a gradient. If the rates of the bucket's parameter groups have changed by
-        different factors, the memories of some change their unit.
+        Parameter groups may need different ones. While they differ by less than ``FALL``, the largest is that of all,
+        and the others make up for it later; else the memories of each take their own now.
         """
-        end, last = self._live[parameters], self._rates.get(parameters, 1.0)
-        ratios, several = [], [self._kept[p] for p in parameters]
-        known: dict[tuple[int | None, Unit], tuple[float, Unit]] = {}
+        end, several = self._live[parameters], [self._kept[p] for p in parameters]
+        known: dict[tuple[int | None, float | None], tuple[float, float | None]] = {}
+        found = []
         for p, kept in zip(parameters, several, strict=True):
-            alike = rates.group_of.get(p), kept.unit
+            alike = rates.group_of.get(p), kept.rate
             if alike not in known:
-                known[alike] = _ratio(kept.unit, rates.of(p), rates.in_last_step(p), any(rates.last), last)
-            ratio, kept.unit = known[alike]
-            ratios.append(ratio)
-        now = ratios[max(range(len(parameters)), key=end.plan.parts.sizes.__getitem__)]
-        factors = [now / ratio for ratio in ratios]
-        if any(abs(factor - 1) > 1e-6 for factor in factors):
-            spread = end.spread(ops.to_device(torch.tensor(factors), end.sizes.device))
-            for link, each in zip(end.links, spread, strict=True):
-                for memory in link.memory.tensors().values():
-                    memory.mul_(each)
-            for kept, factor in zip(several, factors, strict=True):
-                kept.unit = kept.unit._replace(rate=kept.unit.rate / factor)
-        self._rates[parameters] = now
-        return now
+                known[alike] = rates.faded(*alike)
+            found.append(known[alike])
+        factors = [factor for factor, _ in found]
+        most = max(factors)
+        apart = min(factors) < FALL * most
+        for kept, (factor, now) in zip(several, found, strict=True):
+            kept.rate = now if apart or now is None or factor == most else now * factor / most
+        if not apart:
+            return most
+        spread = end.spread(ops.to_device(torch.tensor(factors), end.sizes.device))
+        for link, each in zip(end.links, spread, strict=True):
+            if (residual := link.memory.tensors().get("residual")) is not None:
+                residual.mul_(each)
+        return 1.0
 
     def drop_endpoints(self, parameters: set[Tensor]) -> None:
         """Drops the endpoints that hold any of these parameters; their next exchange creates new ones."""
@@ -160,15 +148,10 @@ class Residuals:
             end = self._live.pop(bucket)
             for link in end.links:
                 ops.use_here(*link.memory.tensors().values())
-            rate = self._rates.pop(bucket, 1.0)
             for name, worker in end.uplink.memory.tensors().items():  # the parameters have views of it
                 end.add_served(name, worker, end.plan.world)
-                if rate != 1:
-                    worker.mul_(1 / rate)
-            for kept in (self._kept[p] for p in bucket):
-                kept.unit = kept.unit._replace(rate=kept.unit.rate * rate)
 
-    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...], rates: Rates | None) -> None:
+    def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
         """Moves the memories of the parameters into their new endpoint; drops those that it does not keep."""
         self._forget_changed(parameters)
         several = [self._kept.setdefault(p, _Kept(form_of(p))) for p in parameters]
@@ -177,8 +160,6 @@ class Residuals:
             if not mine:
                 self._drop(kept, "this run keeps none")
             self._cut(p, kept, end.plan.parts.count)
-            if rates is not None:
-                kept.change_unit(rates.of(p), rates.in_last_step(p))
         for name, flat in mine.items():
             flat.copy_(_joined([kept.parts.get(name) for kept in several], slices, flat))
         views = {name: flat.split(list(slices)) for name, flat in mine.items()}
@@ -222,29 +203,10 @@ class Residuals:
         for parameter in gone:
             del self._kept[parameter]
 
-    def restore(
-        self, memories: Mapping[Tensor, Mapping[str, Tensor]], units: Mapping[Tensor, Unit] | None = None
-    ) -> None:
-        """Replaces all memories by a checkpoint's ``[numel]``: the mean over the workers, on every rank.
-
-        ``units`` are theirs, where they are known.
-        """
+    def restore(self, memories: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Replaces all memories by a checkpoint's ``[numel]``: the mean over the workers, on every rank."""
         self._live.clear()
-        self._rates.clear()
-        self._kept = {
-            p: _Kept(form_of(p), dict(parts), loaded=True, unit=(units or {}).get(p, UNKNOWN))
-            for p, parts in memories.items()
-        }
-
-    def units(self, rates: Rates | None) -> dict[Tensor, Unit]:
-        """The units of the memories, where they are known: also of those exchanged once, in the last step."""
-        over = {p: rate for bucket, rate in self._rates.items() for p in bucket}
-        for p, kept in self._kept.items():
-            if not kept.unit.rate and rates is not None:
-                unit = rates.in_last_step(p)
-                kept.unit = unit._replace(rate=unit.rate / over.get(p, 1.0))
-        known = {p: kept.unit for p, kept in self._kept.items() if kept.unit.rate}
-        return {p: unit._replace(rate=unit.rate * over.get(p, 1.0)) for p, unit in known.items()}
+        self._kept = {p: _Kept(form_of(p), dict(parts), loaded=True) for p, parts in memories.items()}
 
     def _forget_changed(self, parameters: Iterable[Tensor]) -> None:
         """Forgets parameters whose size or memory format changed; none of them may have an endpoint."""
@@ -292,10 +254,9 @@ class Residuals:
             parts, worker = end.plan.parts, end.uplink.memory.tensors().get(name)
             share = memory[end.dtype][: parts.count * parts.numel].zero_()
             mine = share.view(parts.count, parts.numel)[self.rank % parts.count]
-            rate = self._rates.get(bucket, 1.0)
             if worker is not None:
-                torch.mul(worker, parts.count / world / rate, out=mine)
-            end.add_served(name, mine, 1 / rate)
+                torch.mul(worker, parts.count / world, out=mine)
+            end.add_served(name, mine)
             columns = share.view(parts.count, parts.numel).split(parts.slices, dim=1)
             sums = (column.reshape(-1)[:size] for column, size in zip(columns, parts.sizes, strict=True))
             yield bucket, share, sums
@@ -311,9 +272,8 @@ class Residuals:
     def worker_energies(self) -> dict[Tensor, Tensor]:
         """The sum of squares of this rank's residual of each parameter, a scalar float64 on the CPU."""
         known = {p: (kept.parts["residual"], kept.count) for p, kept in self._kept.items() if "residual" in kept.parts}
-        over = {p: rate for bucket, rate in self._rates.items() for p in bucket}
         return {
-            p: count / over.get(p, 1.0) ** 2 * torch.linalg.vector_norm(part, dtype=torch.float64).square().cpu()
+            p: count * torch.linalg.vector_norm(part, dtype=torch.float64).square().cpu()
             for p, (part, count) in known.items()
         }
 
@@ -331,25 +291,11 @@ class Residuals:
         Its mean over the ranks is the mean over the workers, even if the ranks of a node are one worker.
         """
         energy = torch.zeros((), dtype=torch.float64)
-        for bucket, end in self._live.items():
+        for end in self._live.values():
             kept = end.uplink.memory.tensors().get("residual")
             if kept is not None:
-                shared = end.plan.parts.count / self._rates.get(bucket, 1.0) ** 2
-                energy += shared * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
+                energy += end.plan.parts.count * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
         return energy
-
-
-def _ratio(unit: Unit, now: Unit, last: Unit, stepped: bool, before: float) -> tuple[float, Unit]:
-    """The rate of a pass, ``now``, over a memory's unit; ``before`` if there is none. And the unit that it has by then.
-
-    ``last`` is the rate of the last step, if any was taken. Plain SGD moves by gradient times rate. Other optimizers
-    keep gradients, in a momentum or a second moment, beyond the next rise of the rate. One that a falling rate has
-    enlarged a hundred times would spoil them: so for theirs a rate counts as ``FALL`` of the one before at least.
-    """
-    if now.rate and (unit.optimizer != now.optimizer if unit.rate else stepped):
-        unit = last._replace(rate=last.rate / before)
-    ratio = now.over(unit) or before
-    return ratio if now.optimizer == PLAIN else max(ratio, FALL * before), unit
 
 
 def _by_size(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:

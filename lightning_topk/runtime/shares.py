@@ -7,8 +7,8 @@ them late: a GPT in three buckets, whose embedding and first layers have nine te
 square of what it delivers, to the power 5/8: as many as it gets in one bucket, where 54 times the energy got 12 times
 the entries. The bytes of a step stay the same (:func:`lightning_topk.bucket.share_out`).
 
-All ranks must decide alike. They know the same delivered values, but not always in the same unit: the learning rate and
-the loss scale of a rank that has run out of data stay behind. So rank 0 decides.
+All ranks must decide alike. They know the same delivered values, but not always times the same loss scale: that of a
+rank that has run out of data stays behind. So rank 0 decides.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from lightning_topk.runtime.applied import Clipping
 from lightning_topk.runtime.groups import Groups, check_agreement, connect, every_rank, gathered, on_failure
 from lightning_topk.runtime.jobs import Job
 from lightning_topk.runtime.lanes import Future, StreamLane, ThreadLane
-from lightning_topk.runtime.optimizers import Optimizers
+from lightning_topk.runtime.optimizers import MaxNorm, Optimizers, check_max_norm
 from lightning_topk.runtime.passes import Pass, mark
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.shares import Shares
@@ -59,6 +59,7 @@ class HookState:
         local_world_size: int | None = None,
         announce: Callable[[str], None] | None = None,
         note: Callable[[str], None] | None = None,
+        max_norm: MaxNorm = None,
     ) -> None:
         _check_arguments(config, epoch, optimizers is not None)
         groups, self.config, uneven = connect(config, device, process_group, timeout, local_world_size)
@@ -78,11 +79,15 @@ class HookState:
         """Whether the ranks exchange in every step which parameters they used."""
         self.told = False
         """Whether the user was told what was sent, or another state will tell."""
-        clipping, self.shares = Clipping(self.shards), Shares(device, self.shards)
+        clipping, self.shares = (
+            Clipping(self.world // (self.local if self.config.by_node else 1), self.shards),
+            Shares(device, self.shards),
+        )
         self.telemetry = telemetry = Telemetry(self.shards_per_node, clipping, self.shares)
         self.optimizers = Optimizers(
-            optimizers, scaler, self.config, self.buckets, self.held_by_optimizers, telemetry, self._say, clipping
-        )
+            optimizers, scaler, self.config, self.buckets, self.held_by_optimizers, telemetry, self._say, clipping,
+            check_max_norm(max_norm),
+        )  # fmt: skip
         self._lane: StreamLane | ThreadLane | None = None
         self.current: Pass | None = None
         """The backward pass in progress."""
@@ -141,6 +146,7 @@ class HookState:
             Measure(telemetry.measure, telemetry.measure and telemetry.measure_layers),
             telemetry.timing,
             waits,
+            clips=any(self.buckets.plan_of(bucket).waits for bucket in self.last_buckets),
             weighs=shares and self.shares.measures,
         )
 
@@ -166,13 +172,13 @@ class HookState:
         lane, now = self.lane(gradient.device), self._begun("exchange")
         now.buckets.append(bucket)
         now.records += [None] * (gradient.numel() > 0)  # an empty one is not exchanged
-        plan, clipping, clip = self.buckets.plan_of(bucket), self.optimizers.clipping, None
+        plan = self.buckets.plan_of(bucket)
         if plan.topology.compresses and plan.lossless:
             self.optimizers.expect_all_of(bucket)
-        if clipping is not None:
-            clip = clipping.of(bucket, gradient.device)
-            if lane.stream is not None:
-                clip.record_stream(lane.stream)
+        now.clips |= plan.waits
+        clip = self.optimizers.clipping.of(bucket, gradient.device) if now.clips else None
+        if clip is not None and lane.stream is not None:
+            clip.slopes.record_stream(lane.stream)
         return lane.submit(Job(gradient, bucket, plan, name, used, clip, now, len(now.records) - 1))
 
     def held_by_optimizers(self, members: Collection[Tensor]) -> Collection[Tensor]:
@@ -194,6 +200,7 @@ class HookState:
             self.buckets.share({})
         self.telemetry.end_pass(now)  # from now on, any thread may fold it
         self.optimizers.end_pass()
+        self.optimizers.clips = now.clips
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if not (same and self.buckets.together) and (changed := self.buckets.plan_together(buckets)):
             messages.LOGGER.debug("the density of %d of %d buckets has changed", changed, len(buckets))
@@ -246,8 +253,7 @@ class HookState:
         """
         self.check_between_passes()
         group = self._parent if self.groups is None else self.groups.all
-        units = self.residuals.units(self.optimizers.rates)
-        return checkpoint.collect(self.residuals, units, self.steps, self.names, self.config, self.device, group)
+        return checkpoint.collect(self.residuals, self.steps, self.names, self.config, self.device, group)
 
     def check_between_passes(self) -> None:
         """Refuses a call within a backward pass, whose exchanges write the residuals."""
@@ -275,7 +281,7 @@ class HookState:
             raise
         self.steps, rates = entry["steps"], self.optimizers.rates
         if rates is not None:  # no step has followed
-            self.optimizers.rates = rates._replace(last=(0.0,) * len(rates.last))
+            self.optimizers.rates = rates._replace(last=(None,) * len(rates.last))
         self._agree_on_entry({"the step count": self.steps, "the checksum of residuals": checksum})
 
     def _agree_on_entry(self, loaded: Mapping[str, int]) -> None:
@@ -297,7 +303,6 @@ class HookState:
         self._collect()
         if not self.told:
             self._say.note(self.summary())
-        self.residuals.units(self.optimizers.rates)  # another state may continue with other optimizers
         self.optimizers.close()
         if self.groups is not None:
             self.groups.destroy(idle, failed=self._lane is not None and self._lane.error is not None)

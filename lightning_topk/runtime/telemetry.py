@@ -123,7 +123,7 @@ class Telemetry:
             report.timed.append((records, None if ended.waits else ended.ready))
         self._shares.fold(records)
         norms = [record.outcome.norms for record in records if record.outcome.norms is not None]
-        if norms:  # then all have them
+        if norms and len(norms) == len(records):
             self._clipping.fold([record.bucket for record in records], norms)
         failed = torch.stack([~record.outcome.finite for record in records]).any()
         if isinstance(self._nonfinite_steps, Tensor):

@@ -18,7 +18,6 @@ from lab.training import LANGUAGE, Workers, run_all
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import Row
 from lightning_topk.runtime.momentum import adapt_momentum
-from lightning_topk.runtime.residuals import FALL
 
 MODEL = "tied gpt"
 EDGES = (1, 4, 8, 16, 32, 64, math.inf)
@@ -60,7 +59,7 @@ def measure(kind: str, rate: float, steps: int, seed: int = 0) -> tuple[list[Row
     optimizer, beta = replace(course.optimizer, lr=rate, kind=kind), float(kind.split()[1])
     names = [name for name, _ in problem.net.named_parameters()]
     sizes = tuple(parameter.numel() for parameter in problem.parameters)
-    ranks = Workers(TopKConfig(saving=50), course.workers, sum(sizes), sizes=sizes)
+    ranks = Workers(TopKConfig(saving=50), course.workers, sum(sizes), optimizer.clip_norm, sizes=sizes)
     theta, other = problem.start.clone(), problem.start.clone()
     parts, others = problem.weights(theta), problem.weights(other)
     made, dense = (optimizer.make(dict(zip(names, each, strict=True))) for each in (parts, others))
@@ -73,7 +72,7 @@ def measure(kind: str, rate: float, steps: int, seed: int = 0) -> tuple[list[Row
         batches = torch.randint(len(problem.data.labels), (course.workers, course.batch), generator=generator)
         gradients = problem.gradients(theta, batches, generator)
         mean = torch.stack(gradients).mean(0)
-        delivered = ranks.step(gradients, 0, optimizer.rate(step - 1, steps), FALL)[0]
+        delivered = ranks.step(gradients, 0, optimizer.rate(step - 1, steps))[0]
         here, size = delivered != 0, delivered.abs()
         aged += torch.stack([_sums(size * (waited + 1), sizes), _sums(size, sizes)])
         deliveries += here
@@ -82,7 +81,6 @@ def measure(kind: str, rate: float, steps: int, seed: int = 0) -> tuple[list[Row
             for part, its in zip(tensors, problem.weights(gradient), strict=True):
                 part.grad = its
             optimizer.step(each, step - 1, steps)  # clips the gradients in place
-        ranks.after_step(made)
         square.lerp_(mean**2, 1 - beta)
         if step in (steps // 10, 3 * steps // 10, steps):
             ours = torch.cat([made[0].state[part]["exp_avg_sq"].flatten() for part in parts])

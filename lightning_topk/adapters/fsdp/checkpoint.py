@@ -24,14 +24,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.applied import Unit
 from lightning_topk.runtime.checkpoint import EMPTY, explain_unreadable, undelivered
 from lightning_topk.runtime.residuals import Residuals
 
 
 def collect(
     residuals: Residuals,
-    units: Mapping[Tensor, Unit],
     steps: int,
     groups: Sequence[ParamGroup],
     config: TopKConfig,
@@ -46,7 +44,6 @@ def collect(
         group, total = group_of[member], total / group_of[member].later_divided_by(member)
         found.setdefault(kind, {})[group.names[member]] = _like_parameter(total, group.sharded(member))
     about = {**EMPTY, "world_size": dist.get_world_size(replicas), "steps": steps}
-    about["units"] = {group_of[member].names[member]: unit for member, unit in units.items() if member in group_of}
     return {**found, "about": json.dumps(about)}
 
 

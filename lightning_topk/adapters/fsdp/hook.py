@@ -188,10 +188,7 @@ class ShardState(HookState):
         :mod:`lightning_topk.adapters.fsdp.checkpoint` describes the entry.
         """
         self.check_between_passes()
-        units = self.residuals.units(self.optimizers.rates)
-        return sharded_checkpoint.collect(
-            self.residuals, units, self.steps, self._param_groups, self.config, self._replicas
-        )
+        return sharded_checkpoint.collect(self.residuals, self.steps, self._param_groups, self.config, self._replicas)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Returns residuals for a single file. Every rank must call it between two backward passes.

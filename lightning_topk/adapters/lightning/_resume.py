@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
 from lightning_topk.adapters.lightning._compat import Strategy, rank_zero_info
@@ -40,8 +42,28 @@ class Resumes(Strategy):
             note=rank_zero_info,
             **arguments,
         )
+        self._tell_clipping()
         same, state = {"residual_checkpoint": self._residual_checkpoint}, self.topk_state
         check_agreement(same, "Pass the same arguments on every rank.", state.device, state.open_groups().all)
+
+    def _tell_clipping(self) -> None:
+        """Tells the exchange of the Trainer's clipping, and leaves that out where the exchange has clipped.
+
+        What is delivered is a sum of gradients that were clipped one by one: clipping it again would cut most of it.
+        """
+        plugin: Any = self.precision_plugin
+        module: Any = self.lightning_module
+        trainer: Any = getattr(module, "_trainer", None)
+        optimizers = self.topk_state.optimizers
+
+        def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
+            optimizers.clip(optimizer, clip_val, partial(clip_grad_norm_, [*plugin.main_params(optimizer)]))
+
+        plugin.clip_grad_by_norm = clip_grad_by_norm
+        rule = type(module).configure_gradient_clipping.__module__
+        usual = trainer is not None and module.automatic_optimization and rule.endswith(".core.module")
+        if usual and trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm"):
+            optimizers.first_limit = float(trainer.gradient_clip_val)
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
@@ -69,6 +91,7 @@ class Resumes(Strategy):
     def teardown(self) -> None:
         """Closes the state in use; its residuals stay, on the CPU."""
         state, self.topk_state, self._resumed = self.topk_state, None, None
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         try:
             if state is not None:
                 state.close()

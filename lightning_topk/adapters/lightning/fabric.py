@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch.distributed as dist
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities import rank_zero_info
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -140,6 +142,22 @@ class TopKStrategy(DDPStrategy):
         for state in self.topk_states:
             state.optimizers.sync()
         return super().setup_optimizer(optimizer)
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clips gradients, but not again where the exchange has clipped them; returns the norm that they had."""
+        given: Any = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        clip: Any = partial(super().clip_gradients_norm, module, optimizer, **given)
+        for state in self.topk_states if norm_type == 2 else ():
+            clip = partial(state.optimizers.clip, optimizer, clip=clip)
+        return clip(max_norm)
 
     @override
     def teardown(self) -> None:

@@ -98,17 +98,18 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
 
 
 Sender = Callable[..., Tensor | None]
-"""``send(e, x, layout, form, delivered, scale)``, see :func:`sender`."""
+"""``send(e, x, layout, form, delivered, scale, fade)``, see :func:`sender`."""
 
 
 def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool = False) -> Sender | None:
     """The function that sends from a residual ``e`` ``[numel]`` in one pass over memory; None if there is none.
 
-    It adds ``x`` ``[numel]``, divided by the scalar ``scale``, to ``e``, zeroes ``x``, and moves the k largest
-    magnitudes of every shard to payloads ``[shards, P]`` uint8, which it returns; ``e`` keeps the wire's rounding
-    error, and that of ``delivered``, the dtype of the receivers' output. If ``x`` is not finite, ``e`` is unchanged,
-    and every value in the payloads is NaN. It returns None if it cannot do that, without effect on a finite ``x``: then
-    add, select, encode and keep one after the other, with the same result. All are contiguous, and ``e`` is finite.
+    It multiplies ``e`` by the number ``fade``, adds ``x`` ``[numel]``, divided by the scalar ``scale``, zeroes ``x``,
+    and moves the k largest magnitudes of every shard to payloads ``[shards, P]`` uint8, which it returns; ``e`` keeps
+    the wire's rounding error, and that of ``delivered``, the dtype of the receivers' output. If ``x`` is not finite,
+    ``e`` only fades, and every value in the payloads is NaN. It returns None if it cannot do that, without effect on a
+    finite ``x``: then add, select, encode and keep one after the other, with the same result. All are contiguous, and
+    ``e`` is finite.
 
     On a GPU it may send fewer than the k largest, unless ``exact`` rules it out.
     """

@@ -36,7 +36,7 @@ def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool)
 
 def send(
     e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
-    scale: Tensor | None = None,
+    scale: Tensor | None = None, fade: float = 1.0,
 ) -> Tensor | None:  # fmt: skip
     """See :func:`lightning_topk.core.ops.sender`, for finite ``x``."""
     if not form.bits or delivered not in (None, torch.float32):
@@ -45,7 +45,8 @@ def send(
     if not reference.is_finite(g if scale is None else g.mul_(scale.reciprocal())):
         return None
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
-    loops.send(e.numpy(), g.numpy(), loops.KernelLayout.of(layout), form, _sample(layout, form.k), payloads.numpy())
+    given = loops.KernelLayout.of(layout), form, _sample(layout, form.k), np.float32(fade)
+    loops.send(e.numpy(), g.numpy(), *given, payloads.numpy())
     if g is not x:
         x.zero_()
     return payloads
@@ -105,7 +106,7 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     if rows.dtype != torch.float32 or not k < rows.shape[1] < 2**31:
         return reference.topk_index(rows, k)
     layout, nothing = Layout(rows.shape[1]), np.empty(0, np.float32)
-    given = loops.KernelLayout.of(layout), k, _sample(layout, k)
+    given = loops.KernelLayout.of(layout), k, _sample(layout, k), np.float32(1)
     found = [loops.add_and_select(row.contiguous().numpy(), nothing, *given)[0] for row in rows]
     return torch.from_numpy(np.concatenate([places[:, :k] for places in found]).astype(np.int64))
 

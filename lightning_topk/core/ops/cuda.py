@@ -5,7 +5,7 @@ number of workers. They read the gradient twice and the residual once, and write
 
     survey      whether x is finite; a histogram of a sample of the sum's magnitudes
     threshold   from the histogram: at most a 64th too low
-    move        e <- e + x, x <- 0; a bit per entry that reaches the threshold, a count per block of 256
+    move        e <- fade e + x, x <- 0; a bit per entry that reaches the threshold, a count per block of 256
     cumsum      of the counts, shard by shard: the offset at which each block's entries are stored
     gather      the entries that reach the threshold, in order, into a buffer for about twice the expected number
     tally       three times: the bits of the k-th largest of these, digit by digit
@@ -109,7 +109,7 @@ def _full_blocks(layout: Layout) -> bool:
 
 def send(
     e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
-    scale: Tensor | None = None,
+    scale: Tensor | None = None, fade: float = 1.0,
 ) -> Tensor | None:  # fmt: skip
     """See :func:`lightning_topk.core.ops.sender`; if fewer than k are sent, rows end in zeros."""
     if x.dtype not in FLOATS or form.low > LOW or not form.bits:
@@ -134,13 +134,13 @@ def send(
     launch = launcher(e.device, max(numel, 8 * form.nbytes), e, x, factor, shards, form.bits, form.low, rounded, scaled)
     with torch.cuda.device_of(e):
         launch(
-            kernels.survey, (blocks,), e, x, factor, state, bins, numel, sample, stride, _ceil(sample, blocks),
+            kernels.survey, (blocks,), e, x, factor, fade, state, bins, numel, sample, stride, _ceil(sample, blocks),
             salts.getrandbits(30), scaled, SHIFT, TILE, 128,
         )  # fmt: skip
         launch(kernels.threshold, (1,), bins, state, rank, SHIFT, ROOT, num_warps=8)
         launch(
-            kernels.move, (blocks,), e, x, factor, state, bitmap, found, numel, shards, turns, scaled, TILE, BLOCK,
-            num_warps=warps,
+            kernels.move, (blocks,), e, x, factor, fade, state, bitmap, found, numel, shards, turns, scaled, TILE,
+            BLOCK, num_warps=warps,
         )  # fmt: skip
         ends = found.cumsum(0, dtype=torch.int32)  # in one dimension, the scan is ten times as fast
         launch(kernels.gather, (blocks,), e, bitmap, found, ends, place, value, shards, turns, capacity, TILE, BLOCK)

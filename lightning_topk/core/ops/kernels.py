@@ -32,10 +32,10 @@ def launched(kernel: Callable[..., Any]) -> Any:
 
 @launched
 def survey(
-    e, x, scale, state, bins, numel, count, stride, each, salt,
+    e, x, scale, fade, state, bins, numel, count, stride, each, salt,
     SCALED: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Sets ``state[0]`` if ``x`` has a NaN or an infinity, and samples magnitudes of ``e + x``.
+    """Sets ``state[0]`` if ``x`` has a NaN or an infinity, and samples magnitudes of ``fade e + x``.
 
     The sample has one random entry of each of ``count`` windows of ``stride`` entries; a program takes ``each`` of
     them. ``bins`` counts magnitudes by the bits from SHIFT on: exponent and the first bits of the mantissa. The
@@ -59,7 +59,7 @@ def survey(
         key = ((key ^ (key >> 15)) * 0x85EBCA77).to(tl.uint32)
         place = window * stride + ((key ^ (key >> 13)) >> 1).to(tl.int32) % stride
         added = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * inverse
-        total = _clamped(tl.load(e + place, mask=inside, other=0.0) + added)
+        total = _clamped(fade * tl.load(e + place, mask=inside, other=0.0) + added)
         counted = inside & (total != 0)  # the many zeros of a server's mean would share one address
         tl.atomic_add(bins + (tl.abs(total).to(tl.int32, bitcast=True) >> SHIFT), 1, mask=counted, sem="relaxed")
 
@@ -93,12 +93,12 @@ def _digit(counts, rank, BINS: tl.constexpr):
 
 @launched
 def move(
-    e, x, scale, state, bitmap, counts, numel, shards, turns,
+    e, x, scale, fade, state, bitmap, counts, numel, shards, turns,
     SCALED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``e += x; x = 0``; sets a bit for every entry that reaches the threshold. See :func:`survey` for ``state``.
+    """``e = fade e + x; x = 0``; sets a bit for every entry that reaches the threshold.
 
-    ``counts`` ``[shards, turns]`` is their number in every block of a shard.
+    ``state`` is :func:`survey`'s. ``counts`` ``[shards, turns]`` is their number in every block of a shard.
     """
     begin = tl.program_id(0).to(tl.int64) * TILE
     at, full = begin + tl.arange(0, TILE), begin + TILE <= numel
@@ -107,7 +107,7 @@ def move(
     else:
         read, kept = tl.load(x + at, mask=at < numel, other=0.0), tl.load(e + at, mask=at < numel, other=0.0)
     added = read.to(tl.float32) * _inverse(scale, SCALED)
-    total = _clamped(kept + tl.where(tl.load(state) == 0, added, 0.0))
+    total = _clamped(fade * kept + tl.where(tl.load(state) == 0, added, 0.0))
     if full:
         tl.store(e + at, total)
         tl.store(x + at, tl.zeros_like(read))

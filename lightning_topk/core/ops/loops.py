@@ -3,7 +3,7 @@
 Numba needs no C compiler, and caches compiled code on disk. A worker sends a bucket in these steps::
 
     send     sampled_threshold from a sample of the sum
-             scan              e <- e + x, x <- 0, and the entries that reach the threshold, shard by shard: one pass
+             scan              e <- fade e + x, x <- 0, and entries that reach the threshold, shard by shard: one pass
              keep_largest      the k largest of these, exactly
              write_values      quantised, 64 at a time
              write_positions   in the Elias-Fano code
@@ -93,9 +93,9 @@ def _prefetch(_, array, index):
 
 
 @compiled
-def send(e, x, layout, form, sample, payloads):
+def send(e, x, layout, form, sample, fade, payloads):
     """A worker's or a server's side of a link."""
-    places, values = add_and_select(e, x, layout, form.k, sample)
+    places, values = add_and_select(e, x, layout, form.k, sample, fade)
     k = form.k
     integers = np.zeros(GROUP, np.int8)
     for shard in range(layout.shards):
@@ -110,8 +110,10 @@ def send(e, x, layout, form, sample, payloads):
 
 
 @compiled
-def add_and_select(e, x, layout, k, sample):
-    """The k largest magnitudes of every shard of ``e + x``: places and values, ``[shards, >= k]``. ``x`` may be empty.
+def add_and_select(e, x, layout, k, sample, fade):
+    """The k largest magnitudes of every shard of ``fade e + x``: places and values, ``[shards, >= k]``.
+
+    ``x`` may be empty: then ``e`` does not fade.
 
     A ``sample`` (see ``reference.sample_of``, and a seed) gives a threshold that slightly more than k entries of each
     shard should reach. If some shard has fewer, the sum is scanned again, for all that are not zero.
@@ -119,12 +121,12 @@ def add_and_select(e, x, layout, k, sample):
     capacity = min(k + k // 4, layout.shard_size) + 2 * BLOCK
     places, values = np.empty((layout.shards, capacity), np.int32), np.empty((layout.shards, capacity), np.float32)
     counts, least = np.zeros(layout.shards, np.int64), np.empty(layout.shards, np.float32)
-    least[:] = sampled_threshold(e, x, sample)
-    scan(e, x, layout, k, least, places, values, counts)
+    least[:] = sampled_threshold(e, x, sample, fade)
+    scan(e, x, layout, k, least, places, values, counts, fade)
     if (counts < k).any():
         least[:] = LEAST
         counts[:] = 0
-        scan(e, x[:0], layout, k, least, places, values, counts)
+        scan(e, x[:0], layout, k, least, places, values, counts, fade)
     for shard in range(layout.shards):
         if counts[shard] < k:
             fill(places[shard], values[shard], counts[shard], k)
@@ -134,16 +136,14 @@ def add_and_select(e, x, layout, k, sample):
 
 
 @compiled
-def sampled_threshold(e, x, sample):
+def sampled_threshold(e, x, sample, fade):
     """The magnitude of the sample's rank, or the least above zero if that is larger."""
     stride, rank, salt = sample
     sums = np.empty(len(e) // stride, np.float32)
     for i in range(len(sums)):
         turn = np.uint64(i + salt) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)
         at = i * stride + np.int64(turn * np.uint64(stride) >> np.uint64(32))
-        sums[i] = e[at]
-        if len(x):
-            sums[i] += x[at]
+        sums[i] = fade * e[at] + x[at] if len(x) else e[at]
     found = kth_largest(sums, rank, np.float32(0))[0] if rank <= len(sums) else np.float32(0)
     return found if key_of(found) > 0 else LEAST
 
@@ -159,8 +159,8 @@ def marked(words, w):
 
 
 @compiled
-def scan(e, x, layout, k, least, places, values, counts):
-    """Adds ``x`` and clears it, unless it is empty; appends to each shard the entries that reach its ``least``."""
+def scan(e, x, layout, k, least, places, values, counts, fade):
+    """``e = fade e + x``, and clears ``x``, unless it is empty; appends to each shard the entries from ``least`` on."""
     marks = np.zeros(BLOCK, np.uint8)
     words = marks.view(np.uint64)
     block, capacity = min(layout.block, BLOCK), places.shape[1]
@@ -173,7 +173,7 @@ def scan(e, x, layout, k, least, places, values, counts):
         if len(x):
             added = x[begin : begin + length]
             for i in range(length):
-                a = min(max(kept[i] + added[i], -LARGEST), LARGEST)  # the sum of two finite numbers may overflow
+                a = min(max(fade * kept[i] + added[i], -LARGEST), LARGEST)  # the sum of two finite numbers may overflow
                 kept[i] = a
                 added[i] = np.float32(0)
                 marks[i] = np.uint8(key_of(a) >= threshold)
