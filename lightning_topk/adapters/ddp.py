@@ -109,7 +109,7 @@ class TopKState(HookState):
             )
         used = None
         if self.used is not None:
-            used = torch.tensor([parameter in self.used for parameter in parameters])
+            used = [parameter in self.used for parameter in parameters]
             self.used.difference_update(parameters)
         if self._together and not buffer.is_sparse and not (index == 0 and last):
             done: Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -128,7 +128,7 @@ class TopKState(HookState):
         """Exchanges the buckets of this pass as one, and copies the result to their buffers."""
         bucket = tuple(parameter for part in self._waiting for parameter in part.parameters)
         buffers, used = [part.buffer for part in self._waiting], [part.used for part in self._waiting]
-        all_used = None if used[0] is None else torch.cat([each for each in used if each is not None])
+        all_used = None if used[0] is None else [each for part in used for each in part or ()]
         waiting, self._waiting, flat = self._waiting, [], torch.cat(buffers)
 
         def deliver() -> None:
@@ -186,7 +186,7 @@ class _Part(NamedTuple):
 
     parameters: "tuple[Tensor, ...]"
     buffer: Tensor
-    used: "Tensor | None"
+    used: "Sequence[bool] | None"
     done: Future
 
 

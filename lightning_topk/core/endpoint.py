@@ -228,6 +228,13 @@ class Endpoint:
         mine = values.repeat_interleave((self.sizes + count - 1) // count, output_size=self.layout.numel)
         return [mine] if self.downlink is None else [mine, reference.shard_rows(mine, self.layout)[self.shard]]
 
+    def slices(self, number: int) -> list[slice]:
+        """Where a parameter of the bucket lies in the memory of each link."""
+        begin = sum(self.plan.parts.slices[:number])
+        mine = slice(begin, begin + self.plan.parts.slices[number])
+        served = slice(*(self.layout.count_before(end, self.shard) for end in (mine.start, mine.stop)))
+        return [mine] if self.downlink is None else [mine, served]
+
     def add_served(self, name: str, to: Tensor, times: float = 1.0) -> None:
         """Adds the server's memory ``name``, times a factor, to this rank's part of the bucket, ``[parts.numel]``."""
         kept = None if self.downlink is None else self.downlink.memory.tensors().get(name)

@@ -8,7 +8,7 @@ the side that submits jobs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ class Job:
     Attributes:
         gradient: The gradient, of any shape; overwritten.
         name: Name in error messages.
-        used: ``[parameters]`` bool, which parameters of the bucket this rank used; None if all.
+        used: Of each parameter of the bucket, whether this rank used it; None if it used all.
         clip: The user's clipping; None if nothing was told.
         place: Index of its record in those of its pass; an empty gradient has none.
     """
@@ -42,7 +42,7 @@ class Job:
     bucket: Bucket
     plan: BucketPlan
     name: str
-    used: Tensor | None
+    used: Sequence[bool] | None
     clip: Clip | None
     of: Pass
     place: int

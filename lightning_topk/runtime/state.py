@@ -161,11 +161,11 @@ class HookState:
             self.buckets.share(dict(zip(plans, weights, strict=True)))
             messages.LOGGER.debug("the buckets' shares of the bytes, over their mean: %s", weights)
 
-    def exchange(self, bucket: Bucket, gradient: Tensor, name: str, used: Tensor | None = None) -> Future:
+    def exchange(self, bucket: Bucket, gradient: Tensor, name: str, used: Sequence[bool] | None = None) -> Future:
         """Queues the exchange of a bucket's gradient in this pass.
 
         ``gradient`` ``[numel]`` is overwritten with the mean of all ranks, the future's result. ``used``
-        ``[parameters]`` bool says which parameters this rank used; None if all. Errors have the ``name``.
+        says of each parameter whether this rank used it; None if it used all. Errors have the ``name``.
         """
         lane, now = self.lane(gradient.device), self._begun("exchange")
         now.buckets.append(bucket)
