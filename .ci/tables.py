@@ -8,6 +8,7 @@ at-size.svg, lag.svg, monitor.svg and race.svg, by matplotlib.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -23,7 +24,7 @@ from lab.bench import race, wire
 from lab.data import LENGTH, LONG
 from lab.models import LARGE, TEXT
 from lab.papers import at_size, fine_tuning, lag, saving_curves
-from lab.report import Panel, draw, in_words, standard_error
+from lab.report import Panel, draw, in_words
 from lab.training import Runs
 from lightning_topk import plan
 from lightning_topk.config import TopKConfig
@@ -116,10 +117,9 @@ def momentum() -> str:
     return page(rows)
 
 
-def behind(gaps: Sequence[float], unit: str = "") -> str:
-    """Mean gap to dense training in words, with its standard error; in bold if it is above 1."""
-    error = f" ± {standard_error(gaps):.2f}" if len(gaps) > 1 else ""
-    words = f"{abs(mean(gaps)):.2f}{error}{unit} {'behind' if mean(gaps) > 0 else 'ahead'}"
+def behind(gaps: Sequence[float], unit: str) -> str:
+    """Mean gap to dense training, with its standard error; in bold if it is above 1."""
+    words = in_words(gaps, "+.2f", unit)
     return f"**{words}**" if mean(gaps) > 1 else words
 
 
@@ -140,15 +140,15 @@ class Shown(NamedTuple):
 
 
 SHOWN = (
-    Shown("GPT, 0.35 million parameters, usual settings (loss)", "tied gpt", 300),
-    Shown("the same", "tied gpt", 1000),
+    Shown("GPT, 0.35 million parameters, usual settings", "tied gpt", 300),
     Shown("the same", "tied gpt", 3000),
-    Shown("convnet, 0.2 million, SGD", "convnet", 1000),
-    Shown("ResNet-18, 2.8 million, SGD", "narrow resnet18", 3000),
-    Shown("GPT, 0.1 million, AdamW (loss)", "gpt", 1000),
+    Shown("convnet, 0.2 million, CIFAR-10, SGD", "convnet", 1000),
+    Shown("ResNet-18 of half the width, CIFAR-10, SGD", "narrow resnet18", 3000),
+    Shown("GPT, 0.12 million, AdamW", "gpt", 1000),
     Shown("the same", "gpt", 500, batch=32),
     Shown("the same", "gpt", 1000, batch=32),
-    Shown("GPT, 10.8 million, other text, AdamW (loss)", "large gpt", 3000),
+    Shown("GPT, 10.8 million, AdamW, a very small batch", "large gpt", 3000),
+    Shown("the same", "large gpt", 3000, batch=16),
 )
 """The README's results, by model."""
 GRID = 3
@@ -209,7 +209,8 @@ def result(shown: Shown, batch: str, rate: str, dense: dict[int, float], ours: d
     gaps = [100 * (now / before - 1) if text else before - now for before, now in both]
     row = {"model": shown.title, "steps": f"{shown.steps:,}", "batch": batch, "rate": rate, "seeds": len(both)}
     means = (f"{mean(values):{style}}{unit}" for values in zip(*both, strict=True))
-    return row | dict(zip(("dense", "saving 50"), means, strict=True)) | {"difference": behind(gaps, " %" * text)}
+    row |= dict(zip(("DDP", "saving 50"), means, strict=True))
+    return row | {"behind DDP": behind(gaps, " %" if text else " points")}
 
 
 def rates() -> str:
@@ -221,14 +222,14 @@ def rates() -> str:
             continue
         best = {name: at_size.best_rate(model, ends) for name, ends in (("dense", dense), ("ours", ours)) if ends}
         for rate in dense:
-            images, here = at_size.COURSES[model].images, ours.get(rate, {})
-            row: Row = {"model": f"{model} ({'points' if images else '%'})", "examples": each.batch}
+            points, here = at_size.COURSES[model].points, ours.get(rate, {})
+            row: Row = {"model": f"{model} ({'points' if points else '%'})", "examples": each.batch}
             row |= {"steps": f"{each.steps:,}", "learning rate": f"{rate:g}"}
             for title, ends, name in (("dense", dense[rate], "dense"), ("saving 50", here, "ours")):
-                words = in_words([*ends.values()], ".2f" if images else ".3f")
+                words = in_words([*ends.values()], ".2f" if points else ".3f")
                 row[title] = f"{words}, best" if rate == best.get(name) and len(dense) >= GRID and words else words
-            row["behind dense at this rate"] = in_words(at_size.gaps(model, here, dense[rate]), "+.2f")
-            row["behind dense at its best"] = in_words(at_size.gaps(model, here, dense[best["dense"]]), "+.2f")
+            row["behind dense, same seeds and rate"] = in_words(at_size.gaps(model, here, dense[rate]), "+.2f")
+            row["behind its best, same seeds"] = in_words(at_size.gaps(model, here, dense[best["dense"]]), "+.2f")
             rows.append(row)
     return page(rows)
 
@@ -270,7 +271,7 @@ def diloco() -> str:
                 row: Row = {"examples": each.batch, "": name, "rate": f"{rate:g}"}
                 row |= {"fewer bytes": f"{run['saving']:,.0f}x", "held-out loss": in_words([*ends.values()], ".3f")}
                 gaps = at_size.gaps(each.model, ends, least) if name != "dense" else []
-                rows.append(row | {"behind dense, %": in_words(gaps, "+.2f")})
+                rows.append(row | {"behind dense, same seeds, %": in_words(gaps, "+.2f")})
     return page(rows)
 
 
@@ -284,6 +285,41 @@ def others() -> str:
     return page([{head: row.get(head, "") for head in heads} for row in (dense, ours, *rest)])
 
 
+COMPARED = {"gpt": 0.01, "large gpt": 0.001}
+"""Models that other methods trained too, 1,000 steps, and dense training's best rate."""
+METHODS = ("dense", "saving 50", "PowerSGD", "local 10", "local 50", "DiLoCo 30 at 0.7", "DiLoCo 100 at 1.0")
+"""Methods of these models."""
+
+
+def methods() -> str:
+    """Held-out losses of all methods on all models; ours in bold where another one's is lower."""
+    rows = {row[""]: row for row in json.loads((RUNS / "methods.json").read_text())}
+    runs = Runs(RUNS / "at-size.jsonl")
+    for model, rate in COMPARED.items():
+        for system in METHODS:
+            if ends := at_size.ends(runs, at_size.setup(model, 1000), system).get(rate):
+                row = rows.setdefault(system, {"": system})
+                row[f"{model.replace('gpt', 'GPT')}, 1,000"] = in_words([*ends.values()], ".3f")
+    for head, ours in rows["saving 50"].items():
+        least = [float(row[head].split()[0]) for row in rows.values() if head and head in row and row[""] != "dense"]
+        if head and min(least) < float(ours.split()[0]):
+            rows["saving 50"][head] = f"**{ours}**"
+    heads = dict.fromkeys(head for row in rows.values() for head in row)
+    return page([{head: row.get(head, "") for head in heads} for row in rows.values()])
+
+
+def preempted() -> str:
+    """Runs that lose in the middle what waits, and runs that do not."""
+    found, rows = Runs(RUNS / "preempted.jsonl"), []
+    for each in at_size.known(found):
+        for rate, lost in at_size.ends(found, each, "saving 50 preempted").items():
+            kept = at_size.ends(found, each, "saving 50")[rate]
+            row: Row = {"model": each.model, "steps": f"{each.steps:,}", "kept": in_words([*kept.values()], ".3f")}
+            row["lost once"] = in_words([*lost.values()], ".3f")
+            rows.append(row | {"behind, %": in_words(at_size.gaps(each.model, lost, kept), "+.2f")})
+    return page(rows)
+
+
 LEFT_OUT = ("no exchange", "saving=150", "ratio=0.001", "DiLoCo")
 """Rows of the bench's output that the README leaves out."""
 
@@ -292,8 +328,10 @@ def pasted() -> str:
     """What the package's bench printed, in part: the table, and the sentence that decides."""
     said = (RUNS / "bench-1gbit.txt").read_text().strip().splitlines()
     rows = [line for line in said if line.startswith("|") and not line[2:].startswith(LEFT_OUT)]
+    notes = [line for line in said if line.startswith("PowerSGD")]
     decides = said[-1].partition(" In runs of many thousand steps,")[0]
-    return "\n".join(["```text", *rows, "", *textwrap.wrap(decides, 120), "```"])
+    wrapped = (textwrap.wrap(line, 120) for line in (*notes, decides))
+    return "\n".join(["```text", *rows, *itertools.chain(*wrapped), "```"])
 
 
 def many_nodes() -> str:
@@ -315,23 +353,60 @@ GPT2 = 124_000_000
 """Parameters of the small GPT-2."""
 
 
-def links() -> str:
-    """The least time of a step's bytes on the link between two nodes, by model, speed and exchange."""
-    rows = []
-    for name, parameters in {
-        "ResNet-50": 25_600_000,
-        "GPT-2": GPT2,
-        "1 billion": 10**9,
-        "7 billion": 7 * 10**9,
-    }.items():
-        buckets = plan.exchanged_buckets(plan.parameter_sizes(params=parameters))
-        dense, ours = (volume(each, buckets, 2).inter_node for each in (TopKConfig(topology="dense"), TopKConfig()))
-        row: Row = {"DDP / 16 bits / `saving=50`": name}
-        for gbit in (1, 10, 25, 100):
-            times = [8e-6 * sent / gbit for sent in (dense, dense / 2, ours)]
-            row[f"{gbit} Gbit/s"] = " / ".join(f"{ms:,.0f}" if ms >= 10 else f"{ms:.2g}" for ms in times)
-        rows.append(row)
-    return page(rows)
+BACKWARD = 2 / 3
+"""Share of a step that backward takes, about: it computes twice as much as forward."""
+
+
+def calculated(model: str, parameters: int) -> Row:
+    """Milliseconds of a step on the H200 that was timed without a network, and of its bytes between two nodes.
+
+    An exchange overlaps with backward. Ours adds what it was measured to add.
+    """
+    timed = json.loads((RUNS / "bench-own-work-gpu.json").read_text())["tables"]["A step"]
+    alone, with_ours = (
+        next(row["ms"] for row in timed if (row["model"], row["exchange"]) == (model, exchange))
+        for exchange in ("none", "saving=50")
+    )
+    buckets = plan.exchanged_buckets(plan.parameter_sizes(params=parameters))
+    dense, ours = (volume(each, buckets, 2).inter_node for each in (TopKConfig(topology="dense"), TopKConfig()))
+    cells = {}
+    for gbit in (1, 10, 25, 100):
+        exposed = (max(0.0, 8e-6 * sent / gbit - BACKWARD * alone) for sent in (dense, dense / 2, ours))
+        three = [step + late for step, late in zip((alone, alone, with_ours), exposed, strict=True)]
+        cells[f"{gbit} Gbit/s"] = compared(*three)
+    return cells
+
+
+def compared(dense: float, half: float, ours: float) -> str:
+    """Milliseconds with DDP, its 16-bit hook and ours; ours in bold if it is the shortest."""
+    words = f"{ours:,.0f}"
+    return f"{dense:,.0f} / {half:,.0f} / {f'**{words}**' if ours < min(dense, half) else words}"
+
+
+def decided() -> str:
+    """Milliseconds of a step between two nodes: measured on CPUs, calculated for GPUs."""
+    names = ("DDP", "fp16 hook", "ours")
+    small: Row = {}
+    for name in ("train-100mbit", "train-1gbit"):
+        for rate, peers in bench(name).items():
+            by_peer = {peer["peer"]: peer["ms a step"] for peer in peers}
+            small[words(rate)] = compared(*(by_peer[each] for each in names))
+    found, rates, _ = raced()
+    racers = ("DDP", "fp16 hook", race.OURS)
+    large = {words(rate): compared(*(1000 * race.pace(found[rate, each][0]) for each in racers)) for rate in rates}
+    alone = {}
+    for rate, peers in bench("hosts").items():
+        by_peer = {peer["peer"]: peer["ms a step"] for peer in peers}
+        alone[words(rate)] = compared(*(by_peer[each] for each in names))
+    rows = {
+        "ResNet-18, 4 small images, CPUs: measured": small,
+        "GPT, 10.8 million, CPUs: measured": large,
+        "25 million, exchange alone, CPUs: measured": alone,
+        "ResNet-50, 64 images, H200: calculated": calculated("resnet50", 25_600_000),
+        "GPT-2, 8 texts, H200: calculated": calculated("gpt2", GPT2),
+    }
+    heads = ("100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "25 Gbit/s", "100 Gbit/s")
+    return page([{"": name} | {head: row.get(head, "") for head in heads} for name, row in rows.items()])
 
 
 def fine_tuned() -> str:
@@ -345,11 +420,13 @@ def fine_tuned() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "fine-tuning": fine_tuned,
-    "links": links,
+    "decided": decided,
     "many-nodes": many_nodes,
     "bench": pasted,
     "at-size": rates,
     "at-size-others": others,
+    "methods": methods,
+    "preempted": preempted,
     "optimizers": optimizers,
     "diloco": diloco,
     "bench-hosts": lambda: steps("hosts", also="CPU ms a rank", title="CPU ms of a rank, by link"),
@@ -408,9 +485,9 @@ def main() -> None:
         draw(logged, RUNS / "monitor.svg")
         found, rates, _ = raced()
         panels = race.panels(found, rates, DRAWN)
-        titles = [f"GPT, {words(rate)}: 2 emulated hosts, one CPU core each, seed 0" for rate in rates]
+        titles = [f"{words(rate)} between 2 emulated hosts, seed 0" for rate in rates]
         titled = [replace(each, title=title, inside="upper right") for each, title in zip(panels, titles, strict=True)]
-        draw(titled, RUNS / "race.svg", columns=1)
+        draw(titled, RUNS / "race.svg")
     for each in PAGES:
         each.write_text(filled(each.read_text()))
 

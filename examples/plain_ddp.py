@@ -40,9 +40,8 @@ def main() -> None:
         optimizer.step()
         if step % 50 == 0 and dist.get_rank() == 0:
             print(f"step {step:3d}  loss {loss.item():.4f}")
-    sent = state.report().bytes
     if dist.get_rank() == 0:
-        print(f"sent {sent['uplink'] + sent['downlink']:,} bytes instead of {sent['dense']:,}")
+        print(state.summary())
     state.close()
     dist.destroy_process_group()
 

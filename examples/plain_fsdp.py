@@ -48,10 +48,8 @@ def main() -> None:
         optimizer.step()
         if step % 50 == 0 and dist.get_rank() == 0:
             print(f"step {step:3d}  loss {loss.item():.4f}")
-    sent = state.report().bytes
     if dist.get_rank() == 0:
-        local = world // nodes
-        print(f"a node sent {sent['inter_node']:,} bytes to others, instead of {local * sent['dense']:,} as with HSDP")
+        print(state.summary())
     state.close()
     dist.destroy_process_group()
 

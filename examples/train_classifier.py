@@ -121,17 +121,17 @@ def fit(options: argparse.Namespace, name: str) -> tuple[bool, dict[str, float]]
         elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         workers = trainer.world_size
         sent = values["steps"] * (2 * (workers - 1) * elements * 4 // workers)
-        values |= {"topk/total_bytes": sent, "topk/saving": 1.0, "topk/uplink_error": 0.0}
+        values |= {"topk/total_bytes": sent, "topk/saving": 1.0}
     return trainer.is_global_zero, values
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    """The runs side by side. Bytes are those that rank 0 sent in the whole run; the error is the last step's."""
-    lines = [f"{'strategy':<20}{'accuracy':>10}{'sent':>10}{'dense':>10}{'saving':>9}{'error':>8}"]
+    """The runs side by side. Bytes are those that rank 0 sent in the whole run."""
+    lines = [f"{'strategy':<20}{'accuracy':>10}{'sent':>10}{'dense':>10}{'saving':>9}"]
     for name, values in results.items():
-        sent, saving, error = (values.get(f"topk/{key}", 0.0) for key in ("total_bytes", "saving", "uplink_error"))
+        sent, saving = (values.get(f"topk/{key}", 0.0) for key in ("total_bytes", "saving"))
         cells = format_bytes(sent), format_bytes(saving * sent)
-        lines.append(f"{name:<20}{values['accuracy']:>10.2%}{cells[0]:>10}{cells[1]:>10}{saving:>8.1f}x{error:>8.3f}")
+        lines.append(f"{name:<20}{values['accuracy']:>10.2%}{cells[0]:>10}{cells[1]:>10}{saving:>8.1f}x")
     return "\n".join(lines)
 
 

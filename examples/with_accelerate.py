@@ -32,8 +32,7 @@ def main() -> None:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         accelerator.print(f"epoch {epoch}  loss {loss.item():.4f}")
-    sent = state.report().bytes
-    accelerator.print(f"sent {sent['uplink'] + sent['downlink']:,} bytes instead of {sent['dense']:,}")
+    accelerator.print(state.summary())
     state.close()
     accelerator.end_training()
 

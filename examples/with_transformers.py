@@ -52,8 +52,7 @@ def main() -> None:
     compression = TopK(trainer, saving=50)
     trainer.add_callback(compression)
     trainer.train()
-    sent = compression.state.report().bytes
-    trainer.accelerator.print(f"sent {sent['uplink'] + sent['downlink']:,} bytes instead of {sent['dense']:,}")
+    trainer.accelerator.print(compression.state.summary())
 
 
 if __name__ == "__main__":

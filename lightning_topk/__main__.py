@@ -38,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lightning_topk {__version__}")
     both = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     add = both.add_argument
-    add("--model", help="torchvision model, such as resnet50")
+    add("--model", help="model of torchvision, such as resnet50; or gpt2, gpt2-medium, gpt2-large, gpt2-xl")
     add("--module", help="class such as mine.models.Net, called without arguments")
     add("--params", type=count, help="number of parameters, such as 25e6; bench then only exchanges")
     add("--saving", type=float, help="how many times fewer bytes than all-reduce to send (default: 50)")
@@ -57,8 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ratio", type=float, help="fraction of the entries to send, instead of --saving")
     about = "Times steps with DDP, its hooks and top-k, on your machines. Start it with torchrun, as your training."
     add = command("bench", about, both)
-    add("--input", type=shape, help="shape of an example (default: 3,224,224)")
-    add("--batch-size", type=count, help="examples of a rank and step (default: 32)")
+    add("--input", type=shape, help="shape of an example (default: 3,224,224; of a GPT: 1024)")
+    add("--batch-size", type=count, help="examples of a rank and step (default: 32; of a GPT: 4)")
     add("--precision", choices=("32", "bf16"), help="bf16 is autocast (default: 32)")
     add("--steps", type=count, help="timed steps of each exchange, about (default: 50)")
     add("--only", nargs="+", metavar="NAME", help='exchanges to time, such as DDP "16-bit hook" PowerSGD saving=50')

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import math
 import re
 from collections.abc import Sequence
@@ -11,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from lightning_topk.bucket import LARGEST, TooLargeError
 from lightning_topk.config import TopKConfig
-from lightning_topk.volume import Volume, format_bytes, volume
+from lightning_topk.models import make_module
+from lightning_topk.volume import Volume, format_bytes, plans_of
 
 Row = dict[str, Any]  # cells of a table by heading
 
@@ -40,39 +38,51 @@ def run(
     speed = bits / 8
     settings = TopKConfig(saving=saving, ratio=ratio)
     default = settings.resolve(world, gpus_per_node, gpus=True).topology
-    rows, advice = [], ""
+    rows, notes, densities = [], list[str](), dict[str, float]()
     for topology in ("dense", "sharded", "hierarchical", "single_server", "allgather"):
         if topology == "hierarchical" and not 1 < gpus_per_node < world:
             continue
         row: Row = {"topology": topology + " (DDP)" * (topology == "dense") + " (default)" * (topology == default)}
         config = replace(settings, topology=topology, bidirectional=topology != "allgather")
         try:
-            sent = volume(config, buckets, world, local=gpus_per_node)  # of rank 0, the busiest
+            plans = plans_of(config, buckets, world, local=gpus_per_node)
+            sent = sum((each.volume() for each in plans), Volume())  # of rank 0, the busiest
         except TooLargeError:
             row["a rank sends"] = "too large"
         else:
+            densities[topology] = sum(each.density() * each.numel for each in plans) / sum(sizes)
             row |= {"a rank sends": format_bytes(sent.sent), "a node sends": format_bytes(sent.inter_node)}
             row |= {"in messages of": format_bytes(sent.inter_node / max(1, sent.messages))}
             ms = 1000 * sent.inter_node / speed
-            row |= {"saving": f"{sent.node_saving:.1f}x", "ms on the link, at least": ms if ms < 1000 else f"{ms:,.0f}"}
+            row |= {"saving": f"{sent.node_saving:.1f}x", "density": f"{densities[topology]:.3g}"}
+            row |= {"ms on the link, at least": ms if ms < 1000 else f"{ms:,.0f}"}
             if topology == default:
-                advice = _advice(sent, speed, gpus_per_node, sizes)
+                notes.append(_advice(sent, speed, gpus_per_node, sizes))
         rows.append(row)
+    if gpus_per_node > 1:
+        notes.append("A rank also sends to others of its node; what a node sends leaves the node.")
+    if densities.get("single_server", 1.0) < 0.9 * densities.get(str(default), 0.0):
+        notes.append("single_server sends fewer entries (density), so that saving holds for rank 0, which serves all.")
+    if any("too large" in row.values() for row in rows):
+        notes.append(f"Too large: a bucket, or a server's shard of it, has more than {LARGEST:,} elements.")
+    if sum(sizes) < FEW:
+        notes.append(f"Use DDP: below {FEW:,} parameters its all-reduce is short, and a server gets few entries.")
     return (
         f"{sum(sizes):,} parameters, float32, in {counted(len(buckets), 'bucket')}; {counted(nodes, 'node')} of "
         f"{counted(gpus_per_node, 'rank')}, {inter} between them; "
         f"{'saving' if ratio is None else 'ratio'} {ratio or settings.saving:g}.\n\n{markdown(rows)}\n\n"
         "Bytes are exact for these buckets; DDP may fill them in another order. Times are not measured: they are the "
-        "least that the link takes for the bytes, without "
-        "computing. To measure steps, run python -m lightning_topk bench under torchrun, on your machines."
-        + advice
-        + f" Too large: a bucket, or a server's shard of it, has more than {LARGEST:,} elements."
-        * any("too large" in row.values() for row in rows)
+        "least that the link takes for the bytes, without computing. To measure steps, run python -m lightning_topk "
+        f"bench under torchrun, on your machines. {' '.join(notes)}"
     )
 
 
+FEW = 10_000
+"""Parameters below which DDP is the better choice."""
+
+
 def parameter_sizes(model: str | None = None, module: str | None = None, params: int | None = None) -> list[int]:
-    """Elements of each trainable parameter of a torchvision model or of a class, or of up to 1,000 equal ones."""
+    """Elements of each trainable parameter of a named model or of a class, or of up to 1,000 equal ones."""
     if sum(each is not None for each in (model, module, params)) != 1:
         raise ValueError("give one of --model, --module and --params.")
     if params is not None:
@@ -86,34 +96,6 @@ def parameter_sizes(model: str | None = None, module: str | None = None, params:
     return sizes
 
 
-def make_module(model: str | None = None, module: str | None = None) -> nn.Module:
-    """Makes an untrained torchvision model, or an instance of a class."""
-    try:
-        if model is not None:
-            import torchvision
-
-            return torchvision.models.get_model(model, weights=None)
-        folder, _, name = str(module).rpartition(".")
-        made = getattr(importlib.import_module(folder), name)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        needs = "It must be importable, and callable without arguments."
-        if model is not None:
-            needs = "Install torchvision." if isinstance(error, ImportError) else _nearest(model)
-        raise ValueError(f"{'--module' if model is None else '--model'} {model or module}: {error}. {needs}") from error
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"--module {module} gave a {type(made).__name__}, not a torch.nn.Module.")
-    return made
-
-
-def _nearest(model: str) -> str:
-    """Names torchvision's models whose names are nearest."""
-    import torchvision
-
-    known = torchvision.models.list_models()
-    near = ", ".join(difflib.get_close_matches(model, known))
-    return f"The nearest names are {near}." if near else f"It must be one of {', '.join(known)}."
-
-
 MESSAGE = 10e-6
 """Seconds of its sender that a message is assumed to take, whatever its size: a system call and its interrupts."""
 
@@ -121,7 +103,7 @@ MESSAGE = 10e-6
 def _advice(sent: Volume, speed: float, gpus: int, sizes: Sequence[int]) -> str:
     """Advises larger buckets where a rank's messages take longer than a node's bytes on a link of ``speed`` bytes/s."""
     messages, of_bytes = MESSAGE * sent.messages / gpus, sent.inter_node / speed  # seconds
-    words = f" A rank sends {sent.messages // gpus:,} messages to other nodes"
+    words = f"A rank sends {sent.messages // gpus:,} messages to other nodes"
     if messages <= of_bytes:
         return f"{words}."
     cap, whole = math.ceil(25 * messages / of_bytes), math.ceil(4 * sum(sizes) / 2**20)  # MiB

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from lightning_topk.bucket import BucketSizes, elements, plan_step
 from lightning_topk.config import TopKConfig
+from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.requests import Volume
 
 __all__ = ["Volume", "format_bytes", "volume"]
@@ -42,12 +43,25 @@ def volume(
     the same buckets in the step before. Until then they do not know all buckets, and treat small ones like others
     (:func:`lightning_topk.bucket.plan_step`).
     """
+    plans = plans_of(config, buckets, world, itemsize, local, uncompressed, settled)
+    voters: Sequence[int | None] = list(parameters or ()) or [None] * len(plans)
+    predicted = (plan.volume(rank, step, epoch, count) for plan, count in zip(plans, voters, strict=True))
+    return sum(predicted, Volume())
+
+
+def plans_of(
+    config: TopKConfig,
+    buckets: Iterable[int | Sequence[int]],
+    world: int,
+    itemsize: int = 4,
+    local: int = 1,
+    uncompressed: Iterable[Sequence[int]] = (),
+    settled: bool = True,
+) -> list[BucketPlan]:
+    """Plans the buckets of a step; see :func:`volume`."""
     sizes = [(bucket,) if isinstance(bucket, int) else tuple(bucket) for bucket in buckets]
     skipped = list(uncompressed) or [()] * len(sizes)
     known: list[BucketSizes] = [(each, itemsize, numbers, 0) for each, numbers in zip(sizes, skipped, strict=True)]
     config, model = config.resolve(world, local), elements(known)
     together = [known] if settled else [[each] for each in known]
-    plans = [plan for each in together for plan in plan_step(config, each, world, local, model)]
-    voters: Sequence[int | None] = list(parameters or ()) or [None] * len(sizes)
-    predicted = (plan.volume(rank, step, epoch, count) for plan, count in zip(plans, voters, strict=True))
-    return sum(predicted, Volume())
+    return [plan for each in together for plan in plan_step(config, each, world, local, model)]

@@ -257,7 +257,7 @@ def test_nodes_come_from_torchrun_and_those_of_several_gpus_are_one_worker(rank,
                 state = attach(ddp(), local_world_size=argument, announce=said.append, ratio=0.001)
             topology = "hierarchical" if gpus and local == 2 else "sharded"
             assert (state.config.topology, state.local) == (topology, local)
-            assert rank or any(f"topology={topology!r} on " in line for line in said)
+            assert rank or any(f"(topology={topology!r})" in line for line in said)
             warns = rank == 0 and local == 1 and (gpus or argument is not None)
             assert sum("topology='sharded' is in force, since" in line for line in said) == warns, said
         if argument is None and local == 1:
@@ -295,6 +295,22 @@ def test_other_collectives_of_nccl_in_backward_ask_for_one_order_of_launches(ran
 
 
 @on_ranks(2)
+def test_a_cuda_graph_of_a_whole_step_is_refused_before_its_forward_pass(rank, world):
+    """Of a fake GPU. A graph without an exchange is captured, such as one of inference."""
+    model = ddp(four_layers())
+    attach(model, ratio=0.1)
+    model.device = torch.device("cuda", 0)
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        message = refusal(loss_of, model, rank, 0)
+        with torch.no_grad():
+            loss_of(model, rank, 0)
+        with model.no_sync():
+            loss_of(model, rank, 0)
+    assert "a CUDA graph captures a step" in message
+    assert "make_graphed_callables" in message
+
+
+@on_ranks(2)
 def test_notices_are_given_once_and_on_one_rank(rank, world):
     """Of missing numba, and of momentum that is adapted or not; momentum that a scheduler sets later is refused."""
     said: list[str] = []
@@ -303,12 +319,19 @@ def test_notices_are_given_once_and_on_one_rank(rank, world):
     net = four_layers()
     pair = [AdamW(part.parameters()) for part in (net[:2], net[2:])]
     model, state = attached(net, saving=20, optimizer=pair, announce=said.append)
-    loss_of(model, rank, 0).backward()
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+    sent, summary = state.predicted(), state.summary()
     state.close()
+    assert (
+        summary == f"lightning_topk: this rank sent {sent.sent} B instead of 6.72 kB a step ({sent.saving:.1f}x less)."
+    )
     for words in ("attach was called without optimizer=, so momentum is not adapted", "numba: pip install numba.",
+                  summary, "gradients are compressed by saving=20 and exchanged among 2 ranks, each of which averages",
+                  "Without a torch optimizer, pass adapt_momentum=False",
                   "the momentum of AdamW is adapted to compression"):  # fmt: skip
         assert sum(words in line for line in said) == (rank == 0), said
-    assert len(said) == 5 * (rank == 0), said  # and the topology in force, twice
+    assert len(said) == 6 * (rank == 0), said  # and what is in force, for the first model
     optimizer = SGD(net.parameters(), lr=0.1)
     model, _ = attached(net, ratio=0.1, momentum=0.9, optimizer=optimizer)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)

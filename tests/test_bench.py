@@ -157,6 +157,28 @@ def test_a_training_of_the_race_ends_at_its_steps_its_aim_or_its_budget(groups):
     assert rest["curve"][-1][0] >= 0.2
 
 
+def test_figures_of_a_race_are_of_the_seeds_that_all_racers_ran():
+    def runs(*seconds: float) -> dict[int, dict[str, Any]]:
+        return {
+            seed: {"curve": [(took / 2, 10, 3.0), (took, 20, 1.0)], "sent": 4e7} for seed, took in enumerate(seconds)
+        }
+
+    several = {
+        ("loopback", "DDP"): runs(1, 1, 1),
+        ("1gbit", "DDP"): runs(300),
+        ("1gbit", "saving 50"): runs(100, 40, 50),
+    }
+    dense, ours = race.table(several, ["1gbit"], ["DDP", "saving 50"])
+    assert dense["1gbit"] == "300"
+    assert ours == {
+        "": "saving 50",
+        "1gbit": "100 (40 to 100), 3x",
+        "steps": "20",
+        "ms a step, by link": "5000",
+        "MB a host and step": "2",
+    }
+
+
 def locally_stepped(rank: int, world: int) -> list[torch.Tensor]:
     """Weights after seven steps of DiLoCo, averaged every three steps through ours."""
     torch.manual_seed(0)

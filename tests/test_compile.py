@@ -71,6 +71,7 @@ def launched(
             rule = Rule(0.9, 1.0, 1, 0.1, waits=True, squares=0.95)
             stepped = Stepped(e, torch.zeros(numel, dtype=torch.uint8), x, e, x, x, rule)
             cuda.catch_up_([stepped], torch.ones(()), torch.zeros(()), {})
+            cuda.fold_signs_(torch.zeros(2, 16), torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, 8))
     return (each for each in found.values() if each.launches)
 
 

@@ -26,9 +26,8 @@ def test_the_main_job_saves_50_times_and_stays_within_2_points_of_ddp(tmp_path, 
     ddp, topk = (next(words for words in lines if words[:1] == [name]) for name in ("ddp", "topk"))
     assert float(ddp[1].rstrip("%")) > 90
     assert float(topk[1].rstrip("%")) > float(ddp[1].rstrip("%")) - 2
-    assert ddp[-4:-2] == topk[-4:-2] != ["0", "B"]
-    assert float(topk[-2].rstrip("x")) == pytest.approx(50, rel=0.02)
-    assert 0 < float(topk[-1]) < 1
+    assert ddp[-3:-1] == topk[-3:-1] != ["0", "B"]
+    assert float(topk[-1].rstrip("x")) == pytest.approx(50, rel=0.02)
 
 
 @pytest.mark.slow
@@ -50,8 +49,7 @@ def test_plain_ddp_fsdp_and_accelerate_learn_under_torchrun_with_fewer_bytes(tmp
     output = torchrun(ROOT / "examples" / f"{name}.py", logs=tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert losses[-1] < share * losses[0]
-    sent, dense = (int(each.replace(",", "")) for each in re.search(r"([\d,]+) bytes.* of ([\d,]+)", output).groups())
-    assert dense > 40 * sent
+    assert float(re.search(r"this rank sent .* a step \((\d+\.\d)x less\)", output)[1]) > 40
 
 
 TRANSFORMERS = """

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from groups import on_ranks
-from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import alike, weights
+from ranks import alike, log, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainers import Gan, Keeper, Module, fit, trainer_of
+from trainers import Gan, Keeper, Module, Normed, fit, trainer_of
 
 from lightning_topk import CompressionMonitor, TopKStrategy, presets
 from lightning_topk.adapters.lightning.metrics import KINDS
@@ -147,22 +147,20 @@ def test_with_everything_sent_training_gives_the_weights_of_ddp(rank, world, nam
 @pytest.mark.parametrize("settings", [*presets.values(), {"wire": "fp32", "bucket_cap_mb": 0.001}], ids=str)
 @on_ranks(2)
 def test_every_preset_trains_and_logs_the_bytes_that_are_predicted(rank, world, settings):
-    model, monitor, planned, sent, logged = Module(), CompressionMonitor(), [], [], []
+    model, monitor, planned, sent = Module(), CompressionMonitor(), [], []
 
     def predict(trainer, *_):
         planned.append(vars(trainer.strategy.topk_state.predicted()))
 
     def look(trainer, *_):
-        logged.append([int(trainer.callback_metrics[f"topk/{way}_bytes"]) for way in ("uplink", "downlink")])
         sent.append(monitor.volume.compute())
 
     callback = LambdaCallback(on_train_batch_start=predict, on_train_batch_end=look)
-    fit(rank, world, model, TopKStrategy(**settings), [monitor, callback], monitor=False)
+    _, logged = fit(rank, world, model, TopKStrategy(**settings), [monitor, callback], monitor=False)
     assert alike(weights(model))
     assert len(sent) == 5
-    # DDP regroups its buckets after the first step.
-    assert logged[2:] == [[plan["uplink"], plan["downlink"]] for plan in planned[2:]]
-    for kind in KINDS:
+    assert all(logged[f"topk/{way}_bytes"] == planned[-1][way] for way in ("uplink", "downlink"))
+    for kind in KINDS:  # DDP regroups its buckets after the first step
         counted = [
             int(after[f"{kind}_bytes"] - before[f"{kind}_bytes"]) for before, after in itertools.pairwise(sent[1:])
         ]
@@ -243,6 +241,43 @@ def test_lbfgs_is_refused_unless_whole_gradients_are_sent(rank, world):
 def thawed_in_the_second_epoch(model: Module) -> LambdaCallback:
     layer = model.net[0].requires_grad_(False)
     return LambdaCallback(on_train_epoch_start=lambda trainer, _: layer.requires_grad_(trainer.current_epoch > 0))
+
+
+class FineTuning(BaseFinetuning):
+    """Trains a network with batch norm from the second epoch on, as Lightning's example does."""
+
+    def __init__(self, train_bn: bool) -> None:
+        super().__init__()
+        self.train_bn = train_bn
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[:2], train_bn=False)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[:2], optimizer, train_bn=self.train_bn)
+
+
+@on_ranks(2)
+def test_unfrozen_parameters_in_no_optimizer_are_named_with_the_remedy_for_fine_tuning(rank, world):
+    def trained(parameters):
+        return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
+
+    with log() as said:
+        fit(rank, world, Normed(trained), TopKStrategy(ratio=0.1), [FineTuning(train_bn=True)], max_epochs=3)
+        assert not said
+        fit(rank, world, Normed(trained), TopKStrategy(ratio=0.1), [FineTuning(train_bn=False)], max_epochs=3)
+    words = "2 of 6 trained parameters ('net.1.weight' for one) are in no optimizer: nothing updates them"
+    assert [words in line and "train_bn=True" in line for line in said] == [True] * (rank == 0), said
+
+
+@on_ranks(2)
+def test_an_error_about_unused_parameters_names_this_strategys_remedy(rank, world):
+    with pytest.raises(RuntimeError) as caught:
+        fit(rank, world, Gan(), max_steps=6)
+    assert "TopKStrategy(find_unused_parameters=True)" in str(caught.value)
+    assert "toggle_optimizer" in str(caught.value)
+    assert "DDPStrategy" not in str(caught.value)
 
 
 @on_ranks(2)

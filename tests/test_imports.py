@@ -22,9 +22,10 @@ MAY_IMPORT = {
     "systems": ["schedule"],
     "bucket": ["config", "core", "schedule"],
     "simulate": ["bucket", "config", "core"],
-    "plan": ["bucket", "config", "volume"],
+    "models": [],
+    "plan": ["bucket", "config", "models", "volume"],
     "env": ["_version", "config"],
-    "bench": ["_version", "config", "env", "runtime", "volume", "plan", "adapters.attach"],
+    "bench": ["_version", "config", "env", "runtime", "volume", "models", "plan", "adapters.attach"],
     "volume": ["core", *SETTINGS],
     "runtime": ["core", *SETTINGS, "volume"],
     "adapters": [],
@@ -45,7 +46,7 @@ PACKAGES = {
     "pytorch_lightning": {"adapters.lightning"},
     "torchmetrics": {"adapters.lightning"},
     "triton": {"core"},
-    "torchvision": {"plan"},
+    "torchvision": {"models"},
     "matplotlib": set(),
     "tqdm": {"bench"},
     "lab": set(),
@@ -112,6 +113,27 @@ def test_packages_are_imported_only_in_the_wings_that_need_them():
         for package, wings in PACKAGES.items():
             if any(f"{imported}.".startswith(f"{package}.") for imported in imports(path)):
                 assert wing(name) in wings, f"{name} imports {package}"
+
+
+UNBOUNDED = {
+    "fast": "devices",
+    "known_kind": "devices and dtypes",
+    "_compiled": "devices, dtypes, alignments and settings",
+    "_replace_final_callback": "nothing",
+}
+"""Functions whose results a process keeps without a bound, and what they are kept by."""
+
+
+def test_no_cache_of_the_process_grows_with_steps_or_models():
+    """A schedule may ask for another k in every step, and a search over models makes layout after layout."""
+    found = set()
+    for path in MODULES.values():
+        tree = ast.parse(path.read_text())
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        for node in (*tree.body, *(each for body in classes for each in body.body)):
+            marks = [ast.unparse(each) for each in getattr(node, "decorator_list", ())]
+            found |= {node.name for each in marks if each in ("cache", "lru_cache", "lru_cache(maxsize=None)")}
+    assert found == {*UNBOUNDED}
 
 
 HOOK = """

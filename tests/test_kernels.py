@@ -364,10 +364,25 @@ def test_the_fused_receive_equals_the_separate_steps(wire, shape):
 
 
 @on_a_device
+def test_signs_are_folded_in_one_launch_like_in_the_reference():
+    """A range of D without deliveries in the last step keeps its counts, a parameter without any has r = 0."""
+    ends, fresh = [], torch.randint(0, 40, (5, 16), dtype=torch.int32, device=DEVICE)
+    fresh[0, 4:], fresh[1], fresh[2, ::2] = 0, 0, 0
+    for version in (cuda, reference):
+        tensors = torch.zeros(5, 16, device=DEVICE), fresh.clone(), torch.ones(5, 8, device=DEVICE)
+        version.fold_signs_(*tensors)
+        tensors[1].copy_(fresh.roll(1, 0))
+        version.fold_signs_(*tensors)
+        ends.append(tensors)
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
+    assert not ends[0][1].any()
+
+
+@on_a_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
 def test_momentum_buffers_catch_up_in_one_launch_like_in_the_reference(dtype, skipped):
-    squares = Rule(0.9, 0.1, squares=0.95), Rule(0.5, 0.5, -1, 0.1, waits=True, squares=0.0)
+    squares = Rule(0.9, 0.1, squares=0.95, eps=0.1), Rule(0.5, 0.5, -1, 0.1, waits=True, squares=0.0)
     rules = [Rule(0.9, 0.5), Rule(0.9, 1.0, -1, 0.1, 0.7), Rule(0.5, 0.1, -1, 0.1, waits=True), *squares]
     ends, tables = [], {}
     found_inf = None if skipped is None else torch.tensor(skipped, device=DEVICE)
@@ -379,7 +394,9 @@ def test_momentum_buffers_catch_up_in_one_launch_like_in_the_reference(dtype, sk
             gradient[gradient.abs() < 1.5] = 0
             waited = (torch.arange(numel, device=DEVICE) % 256).clamp(max=254).to(torch.uint8)
             other = torch.empty_like(gradient) if rule.replaces else None
-            several.append(Stepped(buffer, waited, gradient, torch.empty_like(buffer), buffer.flip(0), other, rule))
+            signs = torch.linspace(0, 15, 8, device=DEVICE), torch.ones(16, dtype=torch.int32, device=DEVICE)
+            tensors = buffer, waited, gradient, torch.empty_like(buffer), buffer.flip(0), other
+            several.append(Stepped(*tensors, rule, *(signs if rule.has_squares else ())))
         before = [(each.buffer.clone(), each.waited.clone()) for each in several]
         if version is cuda:
             assert buffer.dtype in cuda.FLOATS
@@ -387,7 +404,7 @@ def test_momentum_buffers_catch_up_in_one_launch_like_in_the_reference(dtype, sk
         else:
             for each in several:
                 reference.catch_up_(each, scale, found_inf)
-        ends.append([[x for x in each[:6] if x is not None] for each in several])
+        ends.append([[x for x in (*each[:6], each.counts) if x is not None] for each in several])
         if skipped:
             torch.testing.assert_close([(each.buffer, each.waited) for each in several], before, rtol=0, atol=0)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02

@@ -26,6 +26,7 @@ from trainers import ELEMENTS, Gan, Module, Normed, fit
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy
 from lightning_topk.adapters.lightning import callback
 from lightning_topk.adapters.lightning.metrics import CompressionError, ExchangeVolume
+from lightning_topk.runtime.messages import sent_message
 from lightning_topk.runtime.state import HookState
 from lightning_topk.volume import Volume, format_bytes, volume
 
@@ -54,23 +55,28 @@ def test_a_registered_name_trains_and_every_key_returns_after_spawn():
     assert logged["topk/worker_residual_norm"] > 0
 
 
-@pytest.mark.parametrize(("every", "reductions"), [(1, 6), (3, 3), (0, 2)])  # the fourth step ends an epoch
+@pytest.mark.parametrize(("every", "logged"), [(1, {*range(6)}), (3, {2, 3, 5}), (0, {3, 5})])  # 3 ends an epoch
 @on_ranks(2)
-def test_bytes_are_logged_at_every_step_and_one_collective_at_log_steps(rank, world, every, reductions):
-    strategy, totals, reduced = TopKStrategy(), [], []
+def test_log_steps_alone_log_values_after_one_collective(rank, world, every, logged):
+    strategy, module, totals, reduced, calls = TopKStrategy(), Module(), [], [], []
     reduce = strategy.reduce
 
     def counted(value, *args, **kwargs):
         reduced.append(getattr(value, "shape", None) == (5,))  # Lightning reduces scalars of its own
         return reduce(value, *args, **kwargs)
 
+    def look(trainer, *_):
+        totals.append(int(trainer.callback_metrics.get("topk/total_bytes", 0)))
+        calls.append(module.log.call_count)
+        module.log.reset_mock()
+
     strategy.reduce = counted
-    look = LambdaCallback(
-        on_train_batch_end=lambda trainer, *_: totals.append(int(trainer.callback_metrics["topk/total_bytes"]))
-    )
-    fit(rank, world, strategy=strategy, callbacks=[look], max_steps=6, log_every_n_steps=every)
-    assert totals == [(step + 1) * SENT for step in range(6)]
-    assert sum(reduced) == reductions
+    with mock.patch.object(module, "log", wraps=module.log):
+        callbacks = [LambdaCallback(on_train_batch_end=look)]
+        fit(rank, world, module, strategy, callbacks, max_steps=6, log_every_n_steps=every)
+    assert totals == [SENT * max([each + 1 for each in logged if each <= step], default=0) for step in range(6)]
+    assert [count > 0 for count in calls] == [step in logged for step in range(6)]
+    assert sum(reduced) == len(logged)
 
 
 class Stream(IterableDataset):
@@ -165,6 +171,24 @@ def test_the_summary_is_printed_once_when_training_ends(rank, world, error):
     signal.signal(signal.SIGINT, handler)  # Lightning ignores Ctrl+C from the first on
     (said,) = words
     assert said.startswith(f"lightning_topk: in {3 if error else 5} steps this rank sent")
+
+
+@on_ranks(2)
+def test_without_the_monitor_a_fit_ends_with_what_a_step_sent_also_if_layers_are_unfrozen_meanwhile(rank, world):
+    module = Module()
+    layer = module.net[0].requires_grad_(False)
+    thaw = LambdaCallback(on_train_epoch_start=lambda trainer, _: layer.requires_grad_(trainer.current_epoch > 0))
+    ends = []
+    for options in ({"callbacks": [thaw], "max_epochs": 2}, {}, {"monitor": True}):
+        with log("lightning.pytorch.utilities.rank_zero") as said:
+            fit(rank, world, module, **{"monitor": False, **options})
+        ends.append([line for line in said if "this rank sent" in line])
+    assert [len(each) for each in ends] == [rank == 0] * 3, ends
+    if rank == 0:
+        whole = f"sent {format_bytes(SENT)} instead of {format_bytes(PLAN.dense)} a step ({PLAN.saving:.1f}x less)."
+        assert ends[1][0] == f"lightning_topk: this rank {whole}"
+        assert whole not in ends[0][0], "half of the steps had a frozen layer"
+        assert "in 5 steps this rank sent" in ends[2][0]
 
 
 @on_ranks(1)
@@ -314,6 +338,17 @@ def test_the_summary_tells_who_sends_what_and_at_what_density(rank, world, topol
     )
     assert f"; density {logged['topk/density']:.3g} at the end; compression error" in monitor.summary()
     assert logged["topk/density"] == pytest.approx(0.1, rel=0.03)
+
+
+@pytest.mark.unit
+def test_a_state_sums_up_the_bytes_that_saving_counts():
+    sent = Volume(uplink=10, downlink=30, dense=4000, inter_node=80)
+    said = [sent_message(TopKConfig(topology=topology), sent, 10) for topology in ("sharded", "hierarchical", "dense")]
+    assert said == [
+        "lightning_topk: this rank sent 4 B instead of 400 B a step (100.0x less).",
+        "lightning_topk: this node sent 8 B to others instead of 400 B a step (50.0x less).",
+        "",
+    ]
 
 
 @pytest.mark.unit

@@ -206,7 +206,8 @@ RULES = [
     Rule(0.9, 0.5, -1, 0.1, 0.7),
     Rule(0.9, 0.1, 1, 0.1, waits=True),
     Rule(0.99, 0.01, -1, 0.1, waits=True, squares=0.999),
-    Rule(0.9, 0.1, squares=0.95),
+    Rule(0.9, 0.1, squares=0.95, eps=1e-8),
+    Rule(0.9, 0.1, squares=0.95, eps=0.1),
 ]
 
 
@@ -216,7 +217,8 @@ def catching_up(shape: tuple[int, ...], rule: Rule, seed: int) -> Stepped:
     gradient[gradient.abs() < 1.5] = 0
     waited = (torch.arange(buffer.numel()) * 7 % 256).clamp(max=254).to(torch.uint8).view(shape)
     replacement = torch.full_like(gradient, 7.0) if rule.replaces else None
-    return Stepped(buffer, waited, gradient, torch.full_like(buffer, 7.0), parameter, replacement, rule)
+    signs = (torch.linspace(0, 15, 8), torch.ones(16, dtype=torch.int32)) if rule.has_squares else ()
+    return Stepped(buffer, waited, gradient, torch.full_like(buffer, 7.0), parameter, replacement, rule, *signs)
 
 
 @pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
@@ -233,7 +235,8 @@ def test_momentum_buffers_catch_up_in_one_call_like_in_the_reference(formats, sc
             tensors = [None if x is None else x.clone() for x in each[:6]]
             for i in laid_out:
                 tensors[i] = None if tensors[i] is None else tensors[i].to(memory_format=torch.channels_last)
-            copies.append(Stepped(*tensors, each.rule))
+            signs = () if each.counts is None else (each.ratio, each.counts.clone())
+            copies.append(Stepped(*tensors, each.rule, *signs))
         if version is ops:
             kinds = [
                 ops.kind_of(each.buffer, each.waited, each.parameter) if ops.alike(each.gradient, each.buffer) else None
@@ -246,12 +249,13 @@ def test_momentum_buffers_catch_up_in_one_call_like_in_the_reference(formats, sc
         else:
             for each in copies:
                 reference.catch_up_(each, factor, found_inf)
-        ends.append([[x for x in each[:6] if x is not None] for each in copies])
+        ends.append([[x for x in (*each[:6], each.counts) if x is not None] for each in copies])
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
     if skipped:
-        for (b, waited, *_), own in zip(ends[0], before, strict=True):
+        for (b, waited, *_, last), own in zip(ends[0], before, strict=True):
             assert torch.equal(b, own.buffer)
             assert torch.equal(waited, own.waited)
+            assert own.counts is None or torch.equal(last, own.counts)
 
 
 def test_strides_of_single_elements_do_not_decide_how_a_momentum_buffer_catches_up():

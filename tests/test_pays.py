@@ -19,6 +19,7 @@ from lightning_topk.bench import command, processes
 from lightning_topk.bench.command import Work, report, rows
 from lightning_topk.bench.verdict import decide, ratio
 from lightning_topk.config import TopKConfig
+from lightning_topk.models import GPTS, VOCABULARY
 from lightning_topk.volume import volume
 
 CPU = torch.device("cpu")
@@ -109,6 +110,26 @@ def test_no_rank_waits_for_ever_for_a_contender(rank, world):
 def test_ranks_that_were_asked_for_different_things_say_so(rank, world):
     with pytest.raises(ValueError, match=r"ranks differ. Rank \d: .*saving=5[01].* Rank \d: .*saving=5[01]"):
         report(Work(params=3000, saving=50 + rank), CPU)
+
+
+@pytest.mark.unit
+def test_a_gpt_is_timed_by_its_name_on_tokens(monkeypatch):
+    monkeypatch.setitem(GPTS, "gpt2", (2, 16, 2))
+    net, backward = Work(model="gpt2", input=(8,), batch_size=3).training(0, CPU)
+    backward(net)
+    assert all(p.grad is not None for p in net.parameters())
+    tokens = torch.randint(VOCABULARY, (2, 8))
+    seen = net(tokens)
+    tokens[:, 5] = (tokens[:, 5] + 1) % VOCABULARY
+    changed = (net(tokens) != seen).any(dim=2).all(dim=0)
+    assert changed.tolist() == [False] * 5 + [True] * 3, "no token sees a later one"
+    for name, value in {**LAUNCHED, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("_connect", "dist"):
+        monkeypatch.setattr(command, name, mock.Mock())
+    monkeypatch.setattr(command, "report", lambda work, *_: (work.input, work.batch_size))
+    asked = ({"model": "gpt2"}, {"model": "gpt2", "batch_size": 9}, {"model": "resnet18"})
+    assert [command.run(**each) for each in asked] == [((1024,), 4), ((1024,), 9), ((3, 224, 224), 32)]
 
 
 @pytest.mark.unit

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_topk.__main__ import main
 from lightning_topk.config import TopKConfig
+from lightning_topk.models import GPTS
 from lightning_topk.plan import ddp_buckets, parameter_sizes
 from lightning_topk.plan import run as plan
 from lightning_topk.volume import format_bytes, volume
@@ -47,6 +48,11 @@ def test_a_users_module_is_counted():
         parameter_sizes(module="nowhere.Net")
 
 
+def test_a_gpt_is_counted_by_its_name():
+    sizes = [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]  # as published
+    assert [sum(parameter_sizes(model=name)) for name in GPTS] == sizes
+
+
 def rows(shown: str) -> dict[str, list[str]]:
     """The cells of the table, by topology."""
     return {name.removesuffix(" (default)"): found for name, found in cells(shown).items()}
@@ -57,10 +63,16 @@ def test_the_plan_has_exact_bytes_and_their_least_time_on_the_link(monkeypatch, 
     found = rows(capsys.readouterr().out)
     assert [*found] == ["dense (DDP)", "sharded", "single_server", "allgather"]
     sent = volume(TopKConfig(saving=50), ddp_buckets(parameter_sizes(params=25_000_000)), 4)
-    exact = [format_bytes(sent.sent), format_bytes(sent.inter_node), format_bytes(sent.inter_node / 30), "50.0x"]
-    assert found["sharded"][:4] == exact, "in 2 x 3 messages for each of 5 buckets"
-    assert found["dense (DDP)"][4] == "12,000"  # 1.5 x 100 MB at 12.5 MB a second
-    assert float(found["sharded"][4]) == pytest.approx(1000 * sent.inter_node / 12.5e6, rel=1e-3)
+    exact = [
+        format_bytes(sent.sent),
+        format_bytes(sent.inter_node),
+        format_bytes(sent.inter_node / 30),
+        "50.0x",
+        "0.0624",
+    ]
+    assert found["sharded"][:5] == exact, "in 2 x 3 messages for each of 5 buckets"
+    assert found["dense (DDP)"][5] == "12,000"  # 1.5 x 100 MB at 12.5 MB a second
+    assert float(found["sharded"][5]) == pytest.approx(1000 * sent.inter_node / 12.5e6, rel=1e-3)
     run(monkeypatch, "plan", "--params", "1M", "--nodes", "2", "--gpus-per-node", "2", "--ratio", "0.001", main=main)
     shown = capsys.readouterr().out
     assert "ratio 0.001" in shown
@@ -83,6 +95,15 @@ def test_the_plan_counts_messages_and_advises_larger_buckets_where_they_take_lon
 ):
     shown = plan(nodes=nodes, gpus_per_node=8 if nodes > 8 else 1, params=parameters, inter=inter)
     assert re.search(words, shown), shown
+
+
+def test_the_plan_explains_its_columns_where_they_surprise_and_names_ddp_for_a_tiny_model():
+    several, one, tiny = (plan(2, gpus, params=params) for gpus, params in ((8, 10**7), (1, 10**7), (1, 9999)))
+    assert "what a node sends leaves the node. single_server sends fewer entries (density)" in several
+    assert "leaves the node" not in one + tiny
+    assert "single_server sends" not in one + tiny
+    assert "Use DDP: below 10,000 parameters" in tiny
+    assert "Use DDP" not in several + one
 
 
 @pytest.mark.parametrize(
@@ -109,6 +130,7 @@ def test_every_size_has_a_plan_and_topologies_that_do_not_fit_say_so(monkeypatch
         (["--nodes", "2"], "give one of --model, --module and --params"),
         (["--params", "1M", "--nodes", "2", "--saving", "50", "--ratio", "0.1"], "both say how much is sent"),
         (["--model", "resnet999", "--nodes", "2"], "Unknown model resnet999. The nearest names are .*resnet"),
+        (["--model", "nothing", "--nodes", "2"], "Give gpt2, gpt2-medium, .*or a name of torchvision's.$"),
     ],
 )
 def test_invalid_plans_are_refused(monkeypatch, words, message):

@@ -9,10 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from lab import data, training
+from lab import data, problems, training
 from lab.bench import steps
 from lab.papers import at_size, deliveries, fine_tuning, lag, speedup
 from lightning_topk.config import TopKConfig
+from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
+from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
 
@@ -30,25 +32,52 @@ def images(tmp_path):
 def little_text(monkeypatch):
     """A twentieth of the text."""
     parts = [part[::20] for part in vars(data.documentation()).values() if isinstance(part, torch.Tensor)]
-    monkeypatch.setattr(training, "documentation", lambda: data.Data(*parts))
+    monkeypatch.setattr(problems, "documentation", lambda: data.Data(*parts))
 
 
 ADAMW = training.Optimizer(0.01, 0.9, kind="AdamW", cosine=True, clip_norm=1.0)
+ADAM = training.Optimizer(0.003, 0.9, kind="Adam 0.999", clip_norm=0.5)
 
 
 @pytest.mark.parametrize(
     ("model", "optimizer", "steps"),
-    [("mlp", training.Optimizer(0.3), 30), ("char lstm", ADAMW, 15), ("convnet", training.Optimizer(0.05), 30)],
+    [
+        ("mlp", training.Optimizer(0.3), 30),
+        ("char lstm", ADAMW, 15),
+        ("convnet", training.Optimizer(0.05), 30),
+        ("diffusion", replace(ADAM, kind="Adam 0.99"), 15),
+    ],
 )
 def test_simulated_training_learns_and_sends_what_is_predicted(little_text, images, model, optimizer, steps):
-    folder = images if model == "convnet" else None
-    start = training.Problem(model, 0, folder)
+    folder = images if model in ("convnet", "diffusion") else None
+    start = problems.PROBLEMS.get(model, problems.Problem)(model, 0, folder)
     before, *_ = start.evaluate(start.start)
     run = training.train(model, TopKConfig(ratio=0.1), 2, steps, optimizer, 0, 5, data=folder)
     assert run.loss < before
     assert len(run.union) == steps
     sent = volume(TopKConfig(ratio=0.1), [len(start.start)], world=2)
     assert (run.uplink_bytes, run.downlink_bytes) == (sent.uplink, sent.downlink)
+
+
+def test_held_out_noise_of_diffusion_is_always_the_same(images):
+    first, second = (problems.Diffusion("diffusion", 0, images) for _ in range(2))
+    second.gradients(second.start, torch.tensor([[0, 1]]), torch.Generator().manual_seed(1))
+    assert first.held_out(first.start) == second.held_out(second.start)
+
+
+def test_agents_learn_to_walk_to_the_goal(monkeypatch):
+    monkeypatch.setattr(problems, "SIDE", 3)
+    run = training.train("ppo", TopKConfig(ratio=0.1), 2, 80, ADAM, 0, 8, every=20)
+    before, *_, after = (reward for _, _, reward in run.curve)
+    assert -5 <= before < run.accuracy == after == -run.held_loss <= 95, "the reward of 100 steps, in the whole run"
+
+
+def test_agents_of_two_workers_walk_apart_and_are_followed_for_four_steps():
+    agents, batches = problems.Agents("ppo", 0), torch.zeros(2, 8, dtype=torch.long)
+    steps = [agents.gradients(agents.start, batches, torch.Generator().manual_seed(0)) for _ in range(5)]
+    assert not torch.equal(*steps[0])
+    assert all(torch.equal(steps[0][0], step[0]) for step in steps[1:4])
+    assert not torch.equal(steps[0][0], steps[4][0])
 
 
 def test_a_convnet_is_fine_tuned_from_half_of_the_classes_to_all(images):
@@ -76,14 +105,14 @@ def test_every_optimizer_of_the_lab_learns(little_text, kind):
     package = {"Lion": "lion_pytorch", "schedule-free": "schedulefree"}.get(kind)
     if package is not None:
         pytest.importorskip(package)
-    before, _ = training.Problem("gpt", 0).held_out(training.Problem("gpt", 0).start)
+    before, _ = problems.Problem("gpt", 0).held_out(problems.Problem("gpt", 0).start)
     optimizer = replace(ADAMW, kind=kind)
     run = training.train("gpt", TopKConfig(saving=50), 2, 8, optimizer, 0, 4, every=4)
     assert run.curve[-1][1] < run.curve[0][1] < before
 
 
 def test_diloco_through_ours_sends_what_is_predicted_and_delivers_as_in_full():
-    optimizer, sizes = training.Optimizer(0.1), [p.numel() for p in training.Problem("mlp", 0).parameters]
+    optimizer, sizes = training.Optimizer(0.1), [p.numel() for p in problems.Problem("mlp", 0).parameters]
     full, every, some = (
         training.train("mlp", partial(training.DiLoCo, 2, 0.7, config), 2, 6, optimizer, 0, 10)
         for config in (None, TopKConfig(ratio=1, wire="fp32"), TopKConfig(ratio=0.1))
@@ -96,7 +125,7 @@ def test_diloco_through_ours_sends_what_is_predicted_and_delivers_as_in_full():
 
 
 def test_simulated_gradients_are_autograds():
-    mlp = training.Problem("mlp", seed=0)
+    mlp = problems.Problem("mlp", seed=0)
     batches = torch.tensor([[0, 1, 2], [3, 4, 5]])
     for batch, gradient in zip(batches, mlp.gradients(mlp.start, batches, torch.Generator()), strict=True):
         mlp.net.zero_grad()
@@ -134,9 +163,9 @@ def test_simulated_power_sgd_delivers_low_ranks_exactly_and_loses_nothing():
 
 
 def test_deliveries_equal_dense_trainings_if_everything_is_delivered(monkeypatch):
-    text = training.source_code(64)
+    text = data.source_code(64)
     parts = [part[::500] for part in vars(text).values() if isinstance(part, torch.Tensor)]
-    monkeypatch.setattr(training, "source_code", lambda _: data.Data(*parts))
+    monkeypatch.setattr(problems, "source_code", lambda _: data.Data(*parts))
     monkeypatch.setattr(deliveries, "TopKConfig", lambda saving: TopKConfig(ratio=1, wire="fp32"))
     waits, layers = deliveries.measure("AdamW 0.95", 0.003, 10)
     assert [*waits[0].values()][1:] == pytest.approx([1, 1, 1], rel=1e-3)
@@ -163,16 +192,33 @@ def alone(jobs, title, note, *_):
 
 
 def test_at_size_compares_systems_and_rates_and_repeats_no_run(little_text, monkeypatch, images, tmp_path):
-    convnet = at_size.Course(training.Optimizer(0.05), 1, 2, images=True)
-    monkeypatch.setattr(at_size, "COURSES", {"gpt": at_size.Course(replace(ADAMW, warmup=2), 1, 2), "convnet": convnet})
+    courses = {
+        "gpt": at_size.Course(replace(ADAMW, warmup=2), 1, 2),
+        "convnet": at_size.Course(training.Optimizer(0.05), 1, 2, images=True, quality=at_size.ACCURACY),
+        "ppo": at_size.Course(ADAM, 2, 1, quality="reward of 100 steps"),
+    }
+    monkeypatch.setattr(at_size, "COURSES", courses)
     monkeypatch.setattr(training, "run_all", alone)
     measured = partial(at_size.run, images, steps=2, seeds=1, out=tmp_path)
     systems = ["dense", "saving 50 not adapted", "PowerSGD", "local 10", "DiLoCo 30 at 0.7 saving 50"]
-    assert all([*panel.curves] == systems for panel in measured(models=["gpt", "convnet"], systems=systems).panels)
+    assert all([*panel.curves] == systems for panel in measured(models=[*courses], systems=systems).panels)
     result = measured(models=["gpt"], rates=["0.01", "1e-6"])
     assert result.panels[0].curves["dense"][0] == [1e-6, 0.01]
     monkeypatch.setattr(training, "run_all", lambda jobs, *_: {}[next(iter(jobs))] if jobs else {})
     assert measured(models=["gpt"], rates=["0.01", "1e-6"]).tables == result.tables
+
+
+def test_a_preempted_run_loses_all_that_waits_and_how_long_it_has_waited():
+    cluster, p = Cluster(TopKConfig(ratio=0.1), 2, 100), torch.nn.Parameter(torch.zeros(100))
+    optimizer = torch.optim.SGD([p], 0.1, 0.9)
+    adapt_momentum([optimizer], cluster)
+    memories = [link.memory.residual for end in cluster.endpoints for link in end.links]
+    for step in range(3):
+        at_size.preempt(2, cluster, [])
+        waits = [bool(each.any()) for each in memories] + [bool(AdaptedMomentum.of(optimizer).members)]
+        assert waits == [step == 1] * len(waits)
+        p.grad = cluster.step([torch.randn(100), torch.randn(100)])[0]
+        optimizer.step()
 
 
 def test_a_run_lags_only_where_dense_training_does_not_overfit():

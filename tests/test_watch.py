@@ -55,6 +55,16 @@ def of_other_ranks(rank: int, say: Say, case: str) -> None:
     train(attached(net, ratio=0.1, optimizer=sharded.optim, announce=say)[0], rank, range(4), sharded)
 
 
+def over_two_models(rank: int, say: Say, case: str) -> None:
+    """An optimizer steps two attached models, of which one is trained later; or each has its own optimizer."""
+    nets = [four_layers(), four_layers()]
+    both = sgd(nn.ModuleList(nets)) if case == "one optimizer" else None
+    mine = [both or sgd(net) for net in nets]
+    models = [attached(net, ratio=0.1, optimizer=each, announce=say)[0] for net, each in zip(nets, mine, strict=True)]
+    for step, model in enumerate((models[0], models[0], *models, *models)):
+        train(model, rank, (step,), mine[model is models[1]])
+
+
 def replaced(rank: int, say: Say, case: str) -> None:
     """An optimizer that was not passed takes steps: another one from some step on, or all of them."""
     net = four_layers()
@@ -90,7 +100,23 @@ def zeroed(rank: int, say: Say, case: str) -> None:
         if case != "skipping a step" or step != 1:
             optimizer.step()
     state.close()
-    assert not any(p._backward_hooks for p in nets.parameters())
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in nets.parameters())
+
+
+def looked_at(rank: int, say: Say, case: str) -> None:
+    """A user computes gradients for their own use, as GradNorm does, around the backward pass that is exchanged."""
+    net = four_layers()
+    optimizer = sgd(net)
+    model, _ = attached(net, ratio=0.1, optimizer=optimizer, announce=say)
+    for step in range(3):
+        net.zero_grad()
+        loss = loss_of(model, rank, step)
+        if case == "before backward":
+            torch.autograd.grad(loss, net[0].weight, retain_graph=True)
+        loss.backward(retain_graph=True)
+        if case == "before the step":
+            torch.autograd.grad(loss, net[0].weight)
+        optimizer.step()
 
 
 def scaled(rank: int, say: Say, case: tuple[bool, bool, tuple[int, ...]]) -> None:
@@ -186,11 +212,13 @@ WARNINGS = {
     "outside": "DDP does not reduce ",
     "drift": "SGD took a step with gradients that were not exchanged",
     "bypassed": "SGD took a step, but no gradient was exchanged since attach",
-    "left out": "2 of 8 trained parameters ('0.weight' for one) are in no optimizer",
-    "copies": "2 of 2 trained parameters ('weight' for one) are in no optimizer. If an optimizer steps copies",
+    "left out": "2 of 8 trained parameters ('0.weight' for one) are in no optimizer: nothing updates them",
+    "copies": "2 of 2 trained parameters ('weight' for one) are in no optimizer, which steps others than the model's",
     "other": "Adam takes steps, but was not passed as optimizer=",
     "sparse": "DDP would send only the rows that a batch touches",
     "zeroed": "was zeroed after its exchange and before its optimizer's step",
+    "unequal": "the ranks' optimizers have different parameters",
+    "shared": "SGD steps several attached models",
     "scaler": "a GradScaler scales the loss, but attach got no scaler=",
 }
 CASES = [
@@ -198,12 +226,15 @@ CASES = [
     (bypassed, "attached", None),
     *((left_out, case, "left out") for case in ("some", "in another optimizer")),
     *((left_out, case, None) for case in ("all", "frozen", "dense")),
-    (of_other_ranks, "", None),
+    (of_other_ranks, "", "unequal"),
+    (over_two_models, "one optimizer", "shared"),
+    (over_two_models, "two optimizers", None),
     *((replaced, case, "other") for case in ("before", "after", "never passed")),
     *((replaced, case, None) for case in ("returned", "wrapped", "not adapted")),
     (sparse, "", "sparse"),
     *((zeroed, case, "zeroed") for case in ("throwing away", "skipping a step")),
     *((zeroed, case, None) for case in ("toggling", "adding up")),
+    *((looked_at, case, None) for case in ("before backward", "before the step")),
     *((scaled, (False, fused, infinite), "scaler") for fused, infinite in ((False, (0, 1)), (False, (3,)), (True, ()))),
     *((scaled, (True, fused, (3,)), None) for fused in (False, True)),
     (copied, "", "copies"),

@@ -138,6 +138,11 @@ COMMANDS = {
         "whether SGD's weight decay arrives with compression",
         "data steps seeds",
     ),
+    "reproduce agreement": (
+        "papers.agreement:run",
+        "how far an optimizer moves an entry whose gradients agree, by signal over noise",
+        "steps",
+    ),
     "reproduce deliveries": (
         "papers.deliveries:run",
         "what delivered gradients do beside dense training's: Adam's second moment by wait; movement and age by layer",

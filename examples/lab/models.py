@@ -222,6 +222,68 @@ class GPT2(nn.Module):
         return self.inner(x).logits
 
 
+class TimedBlock(nn.Module):
+    """Two convolutions beside a shortcut, the first of which is scaled and shifted by the time (Ho et al. 2020)."""
+
+    def __init__(self, inputs: int, outputs: int, times: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(a, outputs, 3, padding=1) for a in (inputs, outputs))
+        self.norms = nn.ModuleList(GROUP_NORM(outputs) for _ in range(2))
+        self.time = nn.Linear(times, 2 * outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+
+    @override
+    def forward(self, x: Tensor, times: Tensor) -> Tensor:
+        """``[N, inputs, H, W]`` and embedded times ``[N, times]`` to ``[N, outputs, H, W]``."""
+        scale, shift = self.time(times)[:, :, None, None].chunk(2, 1)
+        hidden = nn.functional.silu(self.norms[0](self.first(x)) * (scale + 1) + shift)
+        return nn.functional.silu(self.norms[1](self.second(hidden))) + self.shortcut(x)
+
+
+class UNet(nn.Module):
+    """Finds the noise in images (Ho et al. 2020): a U-Net of two levels with group norms, 0.2 million parameters."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.frequencies = [math.exp(-math.log(1e4) * 2 * number / width) for number in range(width // 2)]
+        times = 2 * width
+        self.times = nn.Sequential(nn.Linear(width, times), nn.SiLU(), nn.Linear(times, times), nn.SiLU())
+        self.first = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            TimedBlock(a, b, times) for a, b in ((width, width), (2 * width, 2 * width), (2 * width, width))
+        )
+        self.down, self.up = nn.Conv2d(width, 2 * width, 4, 2, 1), nn.Conv2d(2 * width, width, 3, padding=1)
+        self.last = nn.Conv2d(width, 3, 1)
+
+    @override
+    def forward(self, x: Tensor, times: Tensor) -> Tensor:
+        """Noisy images ``[N, 3, H, W]`` and times ``[N]`` from 0 to 1 to their noise."""
+        angles = 1000 * times[:, None] * times.new_tensor(self.frequencies)
+        embedded = self.times(torch.cat([angles.sin(), angles.cos()], 1))
+        fine = self.blocks[0](self.first(x), embedded)
+        coarse = self.blocks[1](self.down(fine), embedded)
+        up = self.up(nn.functional.interpolate(coarse, scale_factor=2.0))
+        return self.last(self.blocks[2](torch.cat([up, fine], 1), embedded))
+
+
+SIDE = 8
+"""Height and width of the grid on which agents walk."""
+
+
+class Walker(nn.Module):
+    """Scores of four moves, and the value, from the place of an agent and of its goal: one network for both."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        layers = [nn.Linear(4 * SIDE, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 5)]
+        self.layers = nn.Sequential(*layers)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows and columns of agent and goal, ``[N, 4]`` int64, to scores and value ``[N, 5]``."""
+        return self.layers((x[:, :, None] == torch.arange(SIDE, device=x.device)).flatten(1).float())
+
+
 DIGIT: Shape = (1, 8, 8)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": partial(mlp, DIGIT, 10, (64,)),
@@ -239,9 +301,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "huge gpt": partial(large_gpt, 768, 12),
     "narrow resnet18": partial(resnet18, 32, stride=2),
     "resnet18": resnet18,
+    "diffusion": UNet,
+    "ppo": Walker,
 }
-"""Models for simulated workers: four for digits (``mlp`` is the thesis's 784-64-10 at this size), five for 32 x 32
-colour images (``narrow resnet18`` has 2.8 million parameters), six for text (``huge gpt`` has 85 million)."""
+"""Models for simulated workers: four for digits (``mlp`` is the thesis's 784-64-10 at this size), six for colour images
+(``narrow resnet18`` has 2.8 million parameters), six for text (``huge gpt`` has 85 million), one for agents."""
 LARGE = ("large gpt", "huge gpt")
 """Models that learn source code, in long pieces; ``tied gpt`` in short ones."""
 TEXT = ("char lstm", "gpt", "gpt2", "tied gpt", *LARGE)

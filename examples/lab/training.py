@@ -10,19 +10,18 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 from typing_extensions import override
 
 from lab.commands import need
-from lab.data import LENGTH, Data, digits, documentation, image_folder, source_code
-from lab.models import LARGE, MODELS, TEXT
+from lab.data import Data
+from lab.problems import PROBLEMS, Problem
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.applied import Clipping, faded
 from lightning_topk.runtime.momentum import adapt_momentum
@@ -32,96 +31,11 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-class Problem:
-    """A model as a function of one flat vector of parameters.
-
-    Args:
-        model: A key of :data:`lab.models.MODELS`.
-        seed: Seed of the initial parameters.
-        data: Training data, or a folder of images, see :func:`lab.data.folders`. Default: Python's
-            documentation for models of text, its library's source code for the large ones, else digits.
-        device: Device to compute on.
-
-    Models with more than two million parameters train on a GPU as with ``precision="bf16-mixed"``.
-    """
-
-    def __init__(
-        self, model: str, seed: int, data: Data | Path | None = None, device: torch.device | str = "cpu"
-    ) -> None:
-        own: Callable[[], Data] = source_code if model in LARGE else documentation if model in TEXT else digits
-        if model == "tied gpt":
-            own = partial(source_code, LENGTH)
-        self.data = (image_folder(data) if isinstance(data, Path) else data or own()).to(device)
-        torch.manual_seed(seed)
-        self.net = MODELS[model]().to(device)
-        self.parameters = list(self.net.parameters())
-        self.start = torch.cat([p.detach().flatten() for p in self.parameters])
-        # vmap does not support LSTMs, and is slower for large models on CPUs.
-        large = len(self.start) > 200_000 or model in TEXT or data is not None
-        recurrent = any(isinstance(part, nn.LSTM) for part in self.net.modules())
-        self._mixed = len(self.start) > 2_000_000 and self.start.is_cuda
-        self._vectorised = not recurrent and (not large or self.start.is_cuda)
-
-    def gradients(self, theta: Tensor, batches: Tensor, generator: torch.Generator) -> list[Tensor]:
-        """The gradient ``[d]`` of each worker.
-
-        Args:
-            theta: The parameters, ``[d]`` float32, or each worker's own, ``[W, d]``.
-            batches: Indices of each worker's training examples, ``[W, B]`` int64.
-            generator: Random generator of the data's augmentation.
-        """
-        images = [self.data.augment(self.data.examples[batch], generator) for batch in batches]
-        labels = self.data.labels[batches]
-        if self._vectorised:
-            gradient = torch.func.grad(lambda theta, *batch: self._loss(self.weights(theta), *batch))
-            own = None if theta.dim() == 1 else 0
-            return list(torch.func.vmap(gradient, (own, 0, 0))(theta, torch.stack(images), labels))
-        found = []
-        for each, *batch in zip(theta.detach().expand(len(batches), -1), images, labels, strict=True):
-            weights = [weight.requires_grad_() for weight in self.weights(each)]
-            gradients = torch.autograd.grad(self._loss(weights, *batch), weights)
-            found.append(torch.cat([gradient.flatten() for gradient in gradients]))
-        return found
-
-    def evaluate(self, theta: Tensor) -> tuple[float, float, float]:
-        """Loss on about 5,000 training examples, loss on held-out data, and accuracy on held-out data in percent."""
-        some = slice(None, None, max(1, len(self.data.labels) // 5000))
-        loss, _ = self._quality(theta, self.data.examples[some], self.data.labels[some])
-        return loss, *self.held_out(theta)
-
-    def held_out(self, theta: Tensor, stride: int = 1) -> tuple[float, float]:
-        """Loss, and accuracy in percent, on every ``stride``-th held-out example."""
-        return self._quality(theta, self.data.held_examples[::stride], self.data.held_labels[::stride])
-
-    @torch.no_grad()
-    def _quality(self, theta: Tensor, examples: Tensor, labels: Tensor) -> tuple[float, float]:
-        loss, right, parts = 0.0, 0, math.ceil(len(labels) / 500)
-        for part in range(parts):  # strided: folders are sorted by class, and batch norm mixes a part
-            batch, wanted = examples[part::parts], labels[part::parts]
-            scores = self._scores(self.weights(theta), batch)
-            loss += float(nn.functional.cross_entropy(scores.flatten(0, -2), wanted.flatten(), reduction="sum"))
-            right += int((scores.argmax(-1) == wanted).sum())
-        return loss / labels.numel(), 100 * right / labels.numel()
-
-    def weights(self, theta: Tensor) -> list[Tensor]:
-        """The parameters: views of ``theta`` ``[d]``."""
-        parts = theta.split([parameter.numel() for parameter in self.parameters])
-        return [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
-
-    def _scores(self, weights: list[Tensor], examples: Tensor) -> Tensor:
-        named = {name: weight for (name, _), weight in zip(self.net.named_parameters(), weights, strict=True)}
-        with torch.autocast(examples.device.type, torch.bfloat16, enabled=self._mixed):
-            scores: Tensor = torch.func.functional_call(self.net, named, examples)
-        return scores.float()
-
-    def _loss(self, weights: list[Tensor], examples: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self._scores(weights, examples).flatten(0, -2), labels.flatten())
-
-
 @dataclass
 class Run:
     """A training run: final losses and norm of the weights, infinite if it diverged, and accuracy in percent.
 
+    Of agents, the losses are those of reward, and the reward of 100 steps takes the place of accuracy.
     Bytes are per rank and step.
     ``union`` has the number of nonzero delivered entries and ``seen`` the result of ``observe``, step by step.
     ``curve`` has steps, held-out loss, and accuracy in percent.
@@ -141,10 +55,12 @@ class Run:
 
 LANGUAGE = ("AdamW 0.95", "AdamW 0.99", "AdamW 0.999")
 """AdamW as language models use it: with this second beta, and a decay of 0.1 on matrices alone."""
-OPTIMIZERS = ("SGD", "AdamW", *LANGUAGE, "Muon", "Adafactor", "RMSprop", "Adagrad", "Lion", "schedule-free")
+BARE = ("Adadelta", "Adafactor", "Adagrad", "RMSprop")
+"""Torch's optimizers without momentum, as they are."""
+ADAM = ("Adam 0.99", "Adam 0.999")
+"""Adam with this second beta."""
+OPTIMIZERS = ("SGD", "AdamW", *LANGUAGE, *ADAM, "Muon", *BARE, "Lion", "schedule-free")
 """Kinds of :class:`Optimizer`. Muon steps the matrices of hidden layers, and AdamW the rest; schedule-free is AdamW."""
-OF_MATRICES = (*LANGUAGE, "Muon", "Adafactor")
-"""Kinds that need the shapes of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +70,7 @@ class Optimizer:
     After ``warmup`` steps the learning rate falls to ``least`` of itself along half a ``cosine``, or is constant, as in
     the thesis.
     The mean gradient is clipped to ``clip_norm`` after the exchange, as ``gradient_clip_val`` does. SGD alone has
-    ``weight_decay``; the others have their own default.
+    ``weight_decay``, and :data:`ADAM` alone ``eps``; the others have their own default.
     """
 
     lr: float
@@ -165,12 +81,15 @@ class Optimizer:
     weight_decay: float = 0.0
     warmup: int = 0
     least: float = 0.0
+    eps: float = 1e-8
 
     def make(self, parameters: Mapping[str, Tensor]) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of parameters by name."""
         lr, m, all_of_them, optim = self.lr, self.momentum, [*parameters.values()], torch.optim
         if self.kind == "SGD":
             return [optim.SGD(all_of_them, lr, m, weight_decay=self.weight_decay)]
+        if self.kind in ADAM:
+            return [optim.Adam(all_of_them, lr, (m, float(self.kind.split()[1])), self.eps)]
         if self.kind == "AdamW":
             return [optim.AdamW(all_of_them, lr, (m, 0.999))]
         if self.kind in LANGUAGE:
@@ -181,7 +100,7 @@ class Optimizer:
             hidden = [p for name, p in parameters.items() if "blocks" in name and p.dim() == 2]
             others = [p for name, p in parameters.items() if "blocks" not in name or p.dim() != 2]
             return [optim.Muon(hidden, lr, adjust_lr_fn="match_rms_adamw"), optim.AdamW(others, lr, (m, 0.999))]
-        if self.kind in ("Adafactor", "RMSprop", "Adagrad"):
+        if self.kind in BARE:
             return [getattr(optim, self.kind)(all_of_them, lr)]
         if self.kind == "Lion":
             need("lion_pytorch", "lion-pytorch")
@@ -258,8 +177,8 @@ class DiLoCo(LocalSGD):
     Args:
         period: H, the local steps between exchanges.
         rate: The learning rate of the outer optimizer.
-        config: Settings of our exchange, which then sends the movements, as in SparseLoCo (Sarfi et al. 2025); the
-            outer momentum is adapted. Default: they are averaged in full.
+        config: Settings of our exchange, which then sends the movements, as in SparseLoCo (Sarfi et al. 2025), which
+            has no outer momentum; here it is adapted. Default: they are averaged in full.
         workers: Number of workers.
         shapes: Shapes of the parameters.
     """
@@ -354,21 +273,21 @@ def train(
         model: Name of the model.
         config: Settings of our exchange, or a function of workers and parameter shapes that makes another one, with
             ``step`` and ``sent_bytes`` as :class:`lightning_topk.simulate.Cluster` has them. The other one, unless it
-            is :class:`LocalSGD`, must depend on the mean of the gradients alone: they are computed for up to 32
-            examples at once, which is faster.
+            is :class:`LocalSGD`, must depend on the mean of the gradients alone: they are computed for several
+            workers at once, which is faster, see :attr:`lab.problems.Problem.together`.
         workers: Number of simulated workers.
         steps: Number of steps.
         optimizer: The optimizer.
         seed: Seed of the parameters and the batches.
         batch: Examples per worker and step, drawn from all training data.
         observe: Called before each exchange with the cluster and the workers' gradients.
-        data: As for :class:`Problem`.
+        data: As for :class:`lab.problems.Problem`.
         every: Steps between points of the curve, which use a quarter of the held-out data. Default: no curve.
         device: Device to compute on.
         start: File of an earlier run's weights and optimizer states to go on from.
         keep: File to write them to.
     """
-    problem = Problem(model, seed, data, device)
+    problem = PROBLEMS.get(model, Problem)(model, seed, data, device)
     saved = None if start is None else torch.load(start)
     if saved is not None:
         problem.start.copy_(saved["weights"])
@@ -381,14 +300,12 @@ def train(
     else:
         ranks = config(workers, shapes)
         if not isinstance(ranks, LocalSGD):
-            together = math.gcd(workers, max(1, 32 // batch))
+            together = math.gcd(workers, max(1, problem.together // batch))
     drawn = workers // together, together * batch
     # Each has the weights of all workers, or of one.
     weights = [problem.start.clone() for _ in range(workers if isinstance(ranks, LocalSGD) else 1)]
-    names, parts = [name for name, _ in problem.net.named_parameters()], [[theta] for theta in weights]
-    if optimizer.kind in OF_MATRICES:
-        parts = [problem.weights(theta) for theta in weights]
-    stepped = [optimizer.make(dict(zip(names, each, strict=False))) for each in parts]
+    names, parts = [name for name, _ in problem.net.named_parameters()], [*map(problem.weights, weights)]
+    stepped = [optimizer.make(dict(zip(names, each, strict=True))) for each in parts]
     if saved is not None:
         for optimizers in stepped:
             for one, state in zip(optimizers, saved["optimizers"], strict=True):
@@ -397,7 +314,7 @@ def train(
         ranks.begin(problem.start)
     if isinstance(config, TopKConfig) and config.adapts_momentum:
         adapt_momentum(stepped[0], ranks)
-    generator, examples = torch.Generator().manual_seed(seed), len(problem.data.labels)
+    generator, examples = torch.Generator().manual_seed(seed), problem.examples
     epoch_steps = max(1, examples // (workers * batch))
     run = Run()
     for step in range(steps):
@@ -411,8 +328,7 @@ def train(
             delivered = ranks.step(gradients, epoch=step // epoch_steps)
         run.union.append(int(delivered[0].count_nonzero()))
         for each, made, gradient in zip(parts, stepped, delivered, strict=False):
-            gradients = problem.weights(gradient) if optimizer.kind in OF_MATRICES else [gradient]
-            for part, its in zip(each, gradients, strict=True):
+            for part, its in zip(each, problem.weights(gradient), strict=True):
                 part.grad = its
             optimizer.step(made, step, steps)
         if isinstance(ranks, LocalSGD):

@@ -79,7 +79,7 @@ def attach(
         **settings: See :class:`lightning_topk.TopKStrategy`.
 
     Returns:
-        The state; call its ``close()`` when training is over.
+        The state; call its ``close()`` when training is over, which also tells what a step has sent (``summary()``).
 
     Raises:
         TypeError: The model is wrapped neither in DistributedDataParallel nor by ``fully_shard``, an argument has
@@ -155,6 +155,10 @@ class Alone:
     def report(self) -> Report:
         """Returns an empty report."""
         return Report()
+
+    def summary(self) -> str:
+        """Returns nothing: nothing is sent."""
+        return ""
 
     def predicted(self) -> Volume:
         """Returns no bytes."""

@@ -292,7 +292,7 @@ def _exchanged(model: DistributedDataParallel) -> dict[Tensor, str]:
 
 
 def _check_use(model: DistributedDataParallel, args: Any) -> None:
-    """Warns of a copy that is trained, and refuses a ``join`` whose mean is not over all ranks."""
+    """Warns of a copy that is trained, and refuses a ``join`` whose mean is not over all ranks, and CUDA graphs."""
     for _, state in model._comm_hooks if model.training and torch.is_grad_enabled() else ():
         if isinstance(state, Copied):
             state.warn()
@@ -300,6 +300,19 @@ def _check_use(model: DistributedDataParallel, args: Any) -> None:
         raise ValueError(
             "join(divide_by_initial_world_size=False) is not supported with top-k exchange, which takes the mean "
             "over all ranks. Leave the argument out."
+        )
+    exchanges = model.require_backward_grad_sync and torch.is_grad_enabled()
+    if exchanges and model.device.type == "cuda" and not torch.compiler.is_compiling():
+        _refuse_capture()
+
+
+def _refuse_capture() -> None:
+    """Refuses a forward pass that a CUDA graph captures, with the backward pass and the exchange to follow."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph captures a step of an attached model. The exchange decides in each step what it sends, and a "
+            "replay would repeat one step's decisions. Capture the module alone, before DDP wraps it "
+            "(torch.cuda.make_graphed_callables), or use torch.compile(mode='reduce-overhead')."
         )
 
 

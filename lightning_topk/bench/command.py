@@ -30,7 +30,8 @@ from lightning_topk.bench.processes import BACKENDS, TIMEOUT, ContenderError, Ru
 from lightning_topk.bench.verdict import SURE, Times, decide, ratio
 from lightning_topk.config import SAVING, TopKConfig, check_name
 from lightning_topk.env import processor, versions
-from lightning_topk.plan import Row, counted, ddp_buckets, make_module, markdown
+from lightning_topk.models import CONTEXT, GPTS, VOCABULARY, make_module
+from lightning_topk.plan import Row, counted, ddp_buckets, markdown
 from lightning_topk.volume import volume
 
 SECONDS = 60.0  # no turn starts later than this
@@ -40,9 +41,10 @@ THEIRS = ("no exchange", "DDP", "16-bit hook", "PowerSGD")
 
 @dataclass(frozen=True)
 class Work:
-    """What to time: a torchvision ``model``, a class ``module``, or exchanges of ``params`` parameters without a model.
+    """What to time: a ``model`` by name, a class ``module``, or exchanges of ``params`` parameters without a model.
 
-    ``input`` is the shape of an example; the verdict is about ``saving``; ``only`` lists the exchanges to time.
+    ``input`` is the shape of an example, of a GPT its number of tokens; the verdict is about ``saving``; ``only`` lists
+    the exchanges to time.
     """
 
     model: str | None = None
@@ -81,7 +83,9 @@ class Work:
             return peers.noise(self.params, rank, device)
         torch.manual_seed(0)
         net = make_module(self.model, self.module).to(device)
-        batch = torch.randn(self.batch_size, *self.input, generator=torch.Generator().manual_seed(rank)).to(device)
+        size, generator = (self.batch_size, *self.input), torch.Generator().manual_seed(rank)
+        drawn = partial(torch.randint, VOCABULARY) if self.model in GPTS else torch.randn
+        batch = drawn(size, generator=generator).to(device)
 
         def backward(model: nn.Module) -> None:
             with torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext():
@@ -104,7 +108,8 @@ def run(ranks: int = 2, json: Path | None = None, **work: Any) -> str | None:
 
     Without a launcher, starts ranks on this machine that run the same command.
     """
-    wanted = Work(**work)
+    of_gpt = {"input": (CONTEXT,), "batch_size": 4} if work.get("model") in GPTS else {}
+    wanted = Work(**{**of_gpt, **work})
     if json is not None and os.environ.get("RANK", "0") == "0":
         json.open("a").close()  # fails now, if it does
     if "RANK" not in os.environ:
@@ -262,7 +267,7 @@ def rows(work: Work, times: Times, sent: Mapping[str, int], hidden: Mapping[str,
         if work.params is None:
             row["hidden behind backward"] = hidden.get(name, "")
             examples = dist.get_world_size() * work.batch_size / middle[name]
-            row["images a second" if work.model else "examples a second"] = f"{examples:.4g}"
+            row["examples a second" if work.module or work.model in GPTS else "images a second"] = f"{examples:.4g}"
         table.append(row)
     for period, exchange in ((30, "DDP"), (100, "DDP"), (30, judged)):
         if {"no exchange", exchange, "DDP"} <= middle.keys():

@@ -10,7 +10,7 @@ import torch
 from lightning_topk.bucket import TOLERANCE, Bucket, Buckets, TooLargeError
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
-from lightning_topk.volume import Volume
+from lightning_topk.volume import Volume, format_bytes
 
 LOGGER = logging.getLogger("lightning_topk")
 
@@ -37,12 +37,26 @@ class WarnOnce:
 
 
 def start_message(config: TopKConfig, world: int, local: int) -> str:
-    """Says what is in force: the resolved topology, the ranks and the amount; empty if nothing is compressed."""
+    """Says what is in force: the amount, the ranks and the resolved topology; empty if nothing is compressed."""
     if not config.compresses or world == 1:
         return ""
     ranks = f"{world // local} nodes of {local} ranks" if 1 < local < world else f"{world} ranks"
     amount = f"ratio={config.ratio!r}" if config.saving is None else f"saving={config.saving:g}"
-    return f"lightning_topk: topology={config.topology!r} on {ranks}, {amount}."
+    how = ", each of which averages a part of them" * (config.topology == "sharded")
+    return (
+        f"lightning_topk: gradients are compressed by {amount} and exchanged among {ranks}{how} "
+        f"(topology={config.topology!r})."
+    )
+
+
+def sent_message(config: TopKConfig, sent: Volume, passes: int) -> str:
+    """Says what was sent in a pass, on average, and instead of what; empty if nothing was compressed."""
+    counted = sent.counted(config.by_node)
+    if not config.compresses or not counted:
+        return ""
+    who, whom = ("node", " to others") if config.by_node else ("rank", "")
+    ours, dense = (format_bytes(nbytes / passes) for nbytes in (counted, sent.dense))
+    return f"lightning_topk: this {who} sent {ours}{whom} instead of {dense} a step ({sent.dense / counted:.1f}x less)."
 
 
 def startup_warnings(requested: TopKConfig, config: TopKConfig, world: int, has_optimizers: bool) -> list[str]:
@@ -59,7 +73,7 @@ def startup_warnings(requested: TopKConfig, config: TopKConfig, world: int, has_
         return [
             "lightning_topk: attach was called without optimizer=, so momentum is not adapted to compression, "
             "residuals ignore changes of the learning rate, and training may end behind DDP's. "
-            "Pass optimizer=, or adapt_momentum=False to silence this."
+            "Pass optimizer=. Without a torch optimizer, pass adapt_momentum=False to silence this."
         ]
     return []
 

@@ -28,6 +28,20 @@ counts in it as D gradients of the same energy in all, one in each of the D step
 If n is near 1, or D is 1, both are the same. Adamax, whose q is no mean, steps as in torch; NAdam also moves an entry
 by a part of the gradient itself, and takes g sqrt((1 - n^D) / (D (1 - n))) there, whose square is in q.
 
+Agreement. That is right if the D gradients are noise, whose sum is sqrt(D) times as large as one of them. Where they
+agree, the sum is D times as large, and the entry would move only 1 / sqrt(D) as far as in dense training. If they have
+the mean mu and the deviation sigma, with r = D mu^2 / sigma^2, the mean of their squares is (g^2 / D) (1 + r / D) /
+(1 + r). So an entry moves further, by the root of that::
+
+    sqrt((1 + r) / (1 + r / D))    if g has the sign of b, else 1
+
+Signs show r, bit by bit the same on all ranks. Of a parameter's deliveries that waited for D in the same range (powers
+of two), let s be the surplus of those with the sign of b, a running mean: r = pi artanh(s). For if all entries have the
+same r, s = erf(sqrt(r / 2))^2, about 1 - exp(-2 r / pi). And if a share p agrees and the rest is noise, s is p, and of
+the entries with the same sign now, 2 p / (1 + p) agree: put in place of s, that gives r. q stays: so early deliveries,
+of which no sign was known, do not count too much later. Where the optimizer's eps is larger than sqrt(q), nothing
+divides by q, and the factor falls to 1.
+
 Weight decay w of the parameter x. AdamW's is apart from the gradient, and stays. If it is part of the gradient:
 
 - Adam, NAdam, RAdam and Adamax take that of D steps with the gradient: v = m b + a (g + D w x).
@@ -61,7 +75,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -72,6 +86,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, Adamax, NAdam, Optimizer, RAdam
 
 from lightning_topk.core import ops
+from lightning_topk.core.ops import reference
 from lightning_topk.core.ops.reference import Rule, Stepped
 
 _BUFFERS: dict[type[Optimizer], str] = {SGD: "momentum_buffer"} | dict.fromkeys((Adam, NAdam, RAdam, Adamax), "exp_avg")
@@ -100,6 +115,7 @@ class AdaptedMomentum:
         self._inverses: list[tuple[Callable[[], None], bool]] = []  # of a step's changes; whether only after success
         self._temporary = _Temporary()  # momentum buffers and gradients
         self._tables: dict[ops.Kind, dict[str, Any]] = {}  # see ops.catch_up_
+        self._agreements: dict[torch.device, list[_Agreements]] = {}
         self._name = _steps_as(type(optimizer)) or ""
         optimizer.register_step_pre_hook(self._before_step)
         restore = optimizer.register_step_post_hook(self._restore)
@@ -165,6 +181,8 @@ class AdaptedMomentum:
     def _step_buffers(self, optimizer: Optimizer, steps: Sequence[tuple[Rule, bool, Sequence[_Member]]]) -> None:
         """Steps the momentum buffers. The optimizer gets temporary ones, and the gradients that its rule asks for."""
         scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        for table in chain.from_iterable(self._agreements.values()):
+            ops.fold_signs_(*table.tensors)
         members = [each for *_, several in steps for each in several]
         replaced = [each.p for rule, _, several in steps if rule.replaces for each in several]
         temporary = self._temporary.like([each.own for each in members] + replaced)
@@ -172,7 +190,10 @@ class AdaptedMomentum:
         next_buffer, next_gradient, arguments = iter(buffers), iter(gradients), []
         for rule, fuses, several in steps:
             made = next_gradient if rule.replaces else repeat(None)
-            arguments += [each.stepped(next(next_buffer), next(made), rule, fuses) for each in several]
+            compares = rule.has_squares
+            for each in several if compares else ():
+                each.agreement = each.agreement or self._agreement(each.waited.device)
+            arguments += [each.stepped(next(next_buffer), next(made), rule, fuses, compares) for each in several]
         ops.catch_up_(arguments, scale, skipped, self._tables)
         self._replace(replaced, "grad", gradients)
         self._replace([each.state for each in members], self._name, buffers)
@@ -192,8 +213,15 @@ class AdaptedMomentum:
             self._temporary = _Temporary()  # of gradients, which have the parameter's dtype
             if own.is_sparse:  # of steps before it was adapted
                 own = state[self._name] = own.to_dense()
-            member = self.members[p] = _Member(p, state, own, member.waited if member else None)
+            member = self.members[p] = _Member(p, state, own, member)
         return member
+
+    def _agreement(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The agreement of one more parameter on a device."""
+        tables = self._agreements.setdefault(device, [])
+        if not tables or not tables[-1].unused:
+            tables.append(_Agreements(device))
+        return tables[-1].unused.pop()
 
     def _replace(self, holders: Sequence[Any], name: str, values: Sequence[Any]) -> None:
         """Replaces an item of groups or states, or the ``grad`` of parameters, until the step ends."""
@@ -231,22 +259,25 @@ def _forget_undelivered(state: Mapping[Tensor, Any], members: Sequence[_Member])
 class _Member:
     """An adapted parameter, its state in the optimizer (None before its first step), and its own momentum buffer.
 
-    ``waited`` has the step counts so far, uint8 of the buffer's shape; they are not used if they do not fit it.
+    ``before`` is the same parameter's until now. Its step counts and agreement go on, if they fit the buffer.
     """
 
-    def __init__(self, p: Tensor, state: dict[str, Any] | None, own: Tensor, waited: Tensor | None) -> None:
+    def __init__(self, p: Tensor, state: dict[str, Any] | None, own: Tensor, before: _Member | None) -> None:
         self.p, self.first, self.state, self.own = p, state is None, {} if state is None else state, own
         self.dtype = p.dtype  # Module.to may change it
         local = local_part(own)
-        if waited is None or waited.shape != local.shape or waited.device != local.device:
-            waited = torch.zeros_like(local, dtype=torch.uint8)
-        self.waited = waited  # D - 1 of each entry
-        self._buffer, self._shape, self._kind = local, local.shape, ops.kind_of(local, waited, local_part(p))
+        self.waited = torch.zeros_like(local, dtype=torch.uint8)  # D - 1 of each entry
+        self.agreement: tuple[Tensor, Tensor] | None = None  # r and counts of signs, see `Stepped`
+        if before and (before.waited.shape, before.waited.device) == (local.shape, local.device):
+            self.waited, self.agreement = before.waited, before.agreement
+        self._buffer, self._shape, self._kind = local, local.shape, ops.kind_of(local, self.waited, local_part(p))
         moments = [x for name, x in self.state.items() if name != "step"]
         steps = [x for name, x in self.state.items() if name == "step"]
         self._fusible = not self.first and _fusible(local.shape, *moments) and _fusible(torch.Size(), *steps)
 
-    def stepped(self, out: Tensor, other: Tensor | None, rule: Rule, fuses: bool) -> tuple[Stepped, ops.Kind | None]:
+    def stepped(
+        self, out: Tensor, other: Tensor | None, rule: Rule, fuses: bool, compares: bool
+    ) -> tuple[Stepped, ops.Kind | None]:
         """The arguments of :func:`.catch_up_`; ``fuses`` if :meth:`may_fuse` is known to be true."""
         own, x, gradient = self._buffer, self.p, self.p.grad
         assert gradient is not None
@@ -254,12 +285,28 @@ class _Member:
             x, gradient, out = local_part(x), local_part(gradient), local_part(out)
             other = None if other is None else local_part(other)
         alike = fuses or (ops.alike(x, own) and ops.alike(gradient, own) and gradient.dtype == x.dtype)
-        return Stepped(own, self.waited, gradient, out, x, other, rule), self._kind if alike else None
+        agreement = (self.agreement if compares else None) or (None, None)
+        return Stepped(own, self.waited, gradient, out, x, other, rule, *agreement), self._kind if alike else None
 
     def may_fuse(self) -> bool:
         """Whether a fused step can take its tensors; on a CPU it checks neither shapes nor strides."""
         p, gradient = self.p, self.p.grad
         return self._fusible and _fusible(self._shape, p, p if gradient is None else gradient)
+
+
+class _Agreements:
+    """How far the gradients of each parameter agree, in one table of a device: r, and running counts of signs.
+
+    ``unused`` are the rows, r and counts of a step as in :class:`.Stepped`, that no parameter has yet.
+    """
+
+    SIZE = 256
+
+    def __init__(self, device: torch.device) -> None:
+        counts = torch.zeros(self.SIZE, 2 * reference.RANGES, device=device)
+        self.tensors = counts, counts.int(), torch.zeros(self.SIZE, reference.RANGES, device=device)  # see fold_signs_
+        _, fresh, ratio = self.tensors
+        self.unused = [*zip(ratio, fresh, strict=True)]
 
 
 _PLAIN, _FLOAT, _STRIDED = {Tensor, Parameter}, torch.float32, torch.strided  # global names are faster than attributes
@@ -321,18 +368,26 @@ def adapt_momentum(optimizers: Iterable[Optimizer], requester: Any) -> tuple[lis
     """Adapts the momentum of optimizers, until :meth:`AdaptedMomentum.release` is called or the requester is gone.
 
     The requester exchanges their gradients. At each step, its ``adapted`` holds the compressed parameters; without such
-    an attribute all are. Returns information about adapted momentum, and warnings about momentum that is not.
+    an attribute all are. Returns information about adapted momentum, and warnings about momentum that is not, or that
+    several requesters share.
     """
     notes, warnings = [], []
     for optimizer in optimizers:
         kind, has_momentum = type(optimizer), any(map(_momentum, optimizer.param_groups))
         name, adapts = kind.__name__, _steps_as(kind) is not None
         if adapts:
-            AdaptedMomentum.of(optimizer).requesters.add(requester)
+            requesters = AdaptedMomentum.of(optimizer).requesters
+            requesters.add(requester)
+            if len(requesters) > 1:
+                warnings.append(
+                    f"lightning_topk: {name} steps several attached models, and each exchange knows the gradients of "
+                    "its own only. If you clip the norm of all together, what waits counts as clipped by the norm of "
+                    "one. Then put the models into one module under one wrapper, or give each its own optimizer."
+                )
         if has_momentum and adapts:
             notes.append(
-                f"lightning_topk: the momentum of {name} is adapted to compression: an entry moves only when it is "
-                "delivered, then for all the steps that it waited; adapt_momentum=False leaves the optimizer unchanged."
+                f"lightning_topk: the momentum of {name} is adapted to compression. Keep the settings that you use "
+                "with DDP: there is nothing to do. (adapt_momentum=False would leave the optimizer unchanged.)"
             )
         elif has_momentum:
             torchs = f"{kind.__module__}.".startswith("torch.optim.")  # Muon's is torch.optim
@@ -368,10 +423,11 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     m, sgd, decay = _number(_momentum(group)), "dampening" in group, _number(group["weight_decay"])
     a, sign = 1 - (_number(group["dampening"]) if sgd else m), -1 if group["maximize"] else 1
     n = _number(group["betas"][1]) if "decoupled_weight_decay" in group else 1.0  # 1 without a mean of squares
+    eps = _number(group.get("eps", 0.0))
     if group.get("decoupled_weight_decay") or not (isinstance(decay, Tensor) or decay):
-        return Rule(m, a, sign, squares=n)
+        return Rule(m, a, sign, squares=n, eps=eps)
     if not sgd:
-        return Rule(m, a, sign, decay, waits=True, squares=n)
+        return Rule(m, a, sign, decay, waits=True, squares=n, eps=eps)
     nesterov = group["nesterov"]
     lr = _number(group["lr"]) + 1e-6  # not 0; the rate hardly depends on so small a one
     rate = (1 - kept(lr, m, a, decay, nesterov)) / lr

@@ -163,6 +163,12 @@ class Optimizers(Watch):
                 steps = {f"the optimizer of {name!r}": kind for name, kind in mine.items()}
                 check_agreement(steps, "Pass the same optimizer= on every rank.", *where)
             self._elsewhere, self._same = every - mine.keys(), all({*row} == every for row in rows)
+            if not self._same and self._config.error_feedback:
+                self._say(
+                    "lightning_topk: the ranks' optimizers have different parameters, as ZeroRedundancyOptimizer's do. "
+                    "So what waits does not follow changes of the learning rate, and training may end behind DDP's. "
+                    "Use an optimizer that has all parameters on every rank, if memory allows."
+                )
         if exist:
             self.sync()
 
@@ -312,13 +318,21 @@ class Optimizers(Watch):
         names = self._names()
         trained = [p for p in names if p.requires_grad and p in compressed]
         idle = [names[p] for p in trained if p not in updated and names[p] not in self._elsewhere]
-        if idle:
+        if not idle:
+            return
+        found = f"{len(idle)} of {len(trained)} trained parameters ({idle[0]!r} for one) are in no optimizer"
+        remedy = "add them to an optimizer (attach takes a list of several), or freeze them with requires_grad_(False)"
+        if updated.difference(names):
             self._say(
-                f"lightning_topk: {len(idle)} of {len(trained)} trained parameters ({idle[0]!r} for one) are in no "
-                "optimizer. If an optimizer steps copies of them, such as fp32 copies of bf16 parameters, its momentum "
-                "is not adapted, and training may end behind DDP's: use fp32 parameters and autocast (in Lightning "
-                "precision='bf16-mixed'). If not, and nothing zeroes their gradients, they grow in every step and take "
-                "the place of others in the payloads: freeze them with requires_grad_(False), or pass all optimizers."
+                f"lightning_topk: {found}, which steps others than the model's. If these are copies, such as fp32 "
+                "copies of bf16 parameters, their momentum is not adapted, and training may end behind DDP's: use fp32 "
+                f"parameters and autocast (in Lightning precision='bf16-mixed'). If not, {remedy}."
+            )
+        else:
+            self._say(
+                f"lightning_topk: {found}: nothing updates them. Unless something zeroes their gradients, these grow "
+                f"in every step and take the place of others in the payloads: {remedy}. If fine-tuning has unfrozen "
+                "them with train_bn=False, pass train_bn=True."
             )
 
 

@@ -77,6 +77,8 @@ class HookState:
         self.buckets = Buckets(self.config, self.world, groups.local)
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
+        self.told = False
+        """Whether the user was told what was sent, or another state will tell."""
         clipping, self.shares = (
             Clipping(self.world // (self.local if self.config.by_node else 1), self.shards),
             Shares(device, self.shards),
@@ -218,6 +220,11 @@ class HookState:
         """Returns the bytes, times and errors of exchanges since the last call; call it between backward passes."""
         return self.telemetry.report()
 
+    def summary(self) -> str:
+        """Says what this rank sent in a step so far, on average, and instead of what; empty if nothing."""
+        self.telemetry.collect()
+        return messages.sent_message(self.config, self.telemetry.sent, self.telemetry.passes)
+
     @property
     def nonfinite_steps(self) -> int:
         """Backward passes so far that delivered a gradient with a NaN or an infinity. Waits for the device."""
@@ -291,9 +298,11 @@ class HookState:
         raise TypeError(f"a {type(self).__name__} cannot be saved. Save what its state_dict() returns.")
 
     def close(self) -> None:
-        """Ends the lane and releases the process groups, but keeps the residuals."""
+        """Ends the lane and releases the process groups, but keeps the residuals. Tells the :meth:`summary`."""
         idle = self._lane is None or self._lane.close()
         self._collect()
+        if not self.told:
+            self._say.note(self.summary())
         self.optimizers.close()
         if self.groups is not None:
             self.groups.destroy(idle, failed=self._lane is not None and self._lane.error is not None)

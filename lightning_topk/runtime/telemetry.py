@@ -91,6 +91,8 @@ class Telemetry:
         self._lock = threading.Lock()
         self._ended: Pass | None = None  # the last pass, until it is folded
         self._report = Report()
+        self.sent, self.passes = Volume(), 0
+        """The bytes of all passes of the run, and their number."""
         self._nonfinite_steps: Tensor | int = 0
         self._nonfinite_reported: Tensor | int = 0
 
@@ -110,8 +112,9 @@ class Telemetry:
         report, records = self._report, [record for record in ended.records if record is not None]
         if not records:
             return
+        sent = sum((record.sent for record in records), Volume()).of_shards(self._shards_per_node)
+        report.bytes, self.sent, self.passes = report.bytes + sent, self.sent + sent, self.passes + 1
         for record in records:
-            report.bytes += record.sent.of_shards(self._shards_per_node)
             report.elements += record.plan.layout.numel
             report.k += record.k
         if records[0].outcome.uplink.error is not None:  # then all have one
@@ -154,4 +157,5 @@ class Telemetry:
     def continue_from(self, other: Telemetry) -> None:
         """Continues the counts and measurements of another state of the same run."""
         self.measure, self.measure_layers, self.timing = other.measure, other.measure_layers, other.timing
+        self.sent, self.passes = other.sent, other.passes
         self._nonfinite_steps = self._nonfinite_reported = other._nonfinite_steps

@@ -19,9 +19,9 @@ The gradient of one parameter of each optimizer (:class:`_Watched`) shows the la
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ class Watch:
 
     def check_bypass(self, optimizer: Optimizer) -> None:
         """Warns at the second step without an exchange: DDP names unused parameters in the forward pass before it."""
-        gradients = (p.grad for p in all_parameters(optimizer) if p.grad is not None)
+        gradients = (p.grad for p in all_parameters(optimizer) if p.grad is not None and p in self.compressed)
         values = (each._values() if each.is_sparse else local_part(each) for each in gradients)
         # get_state_dict takes a step with zeros. This waits for the device, but nothing is exchanged anyway.
         if self._bypassed < 2 and any(each.any() for each in values):
@@ -183,23 +183,44 @@ class Watch:
 
 
 class _Watched:
-    """An optimizer, and the state of one parameter's gradient, checked before each backward pass adds to it."""
+    """An optimizer, and the state of one parameter's gradient, checked whenever backward adds to it.
+
+    A hook of the tensor alone would also be called by ``torch.autograd.grad``, which adds nothing.
+    """
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor | None, owner: Watch) -> None:
         self.optimizer, self.parameter = ref(optimizer), parameter
         self.state: Literal["nothing", "computed", "delivered"] = "nothing"
         self.steps = 0  # stays 0 if the user takes the steps without the optimizer
-        self._owner = ref(owner)  # the garbage collector does not see a tensor's hooks
-        self._hook = None if parameter is None else parameter.register_hook(self._before_gradient)
+        self._was_none: bool | None = None  # the gradient, before backward adds to it; unknown with FSDP2
+        self._owner, self._hooks = owner, []
+        if parameter is not None:
+            self._hooks.append(parameter.register_hook(_weak(self._before_gradient)))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_weak(self._after_gradient)))
 
     def _before_gradient(self, _: Tensor) -> None:
         assert self.parameter is not None
-        lost, owner = self.state == "delivered" and self.parameter.grad is None, self._owner()
-        if lost and self.steps and owner is not None:
-            owner.warn_of_loss(self)
+        self._was_none = self.parameter.grad is None
+
+    def _after_gradient(self, _: Tensor) -> None:
+        if self._was_none is None:
+            return
+        if self._was_none and self.state == "delivered" and self.steps:
+            self._owner.warn_of_loss(self)
         self.state = "computed"
 
     def stop(self) -> None:
-        """Removes the hook."""
-        if self._hook is not None:
-            self._hook.remove()
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Calls a method while its object lives: the garbage collector does not see what a tensor's hooks refer to."""
+    living: Any = WeakMethod(method)
+
+    def call(x: Tensor) -> None:
+        if (found := living()) is not None:
+            found(x)
+
+    return call

@@ -20,7 +20,7 @@ from lab.report import Result
 from lightning_topk.bench.loop import Contender
 from lightning_topk.bench.peers import Peer, ours
 from lightning_topk.core.requests import AllGather, Request
-from lightning_topk.plan import make_module
+from lightning_topk.models import make_module
 from lightning_topk.runtime import collectives
 
 

@@ -10,7 +10,7 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import mean, median
@@ -176,7 +176,7 @@ def run(
         f"{seeds} seeds; {', '.join(sorted(where))}. The aim is what dense training ends with, and {TOLERANCE:.1%} "
         f"more: {mean(aims):.4g}.",
     )
-    title = "Seconds, median (least to most), and the speed-up over DDP; ~ extrapolated, > stopped"
+    title = "Seconds, median (least to most), and DDP's median over it; ~ extrapolated, > stopped"
     result.tables[title] = table(raced, rates, racers)
     for rate in rates:
         if OURS in racers:
@@ -287,23 +287,21 @@ class Time(NamedTuple):
     seconds: Mapping[int, float]
     mark: str = ""
 
-    @property
-    def median(self) -> float:
-        """The median of the seconds."""
-        return float(median(self.seconds.values()))
+    def median(self, seeds: Collection[int]) -> float:
+        """The median of the seconds of some seeds."""
+        return float(median(self.seconds[seed] for seed in seeds))
 
-    @property
-    def words(self) -> str:
-        """The median, with the least and the most of several seeds; empty if there are no runs."""
+    def words(self, seeds: Collection[int]) -> str:
+        """The median of some seeds, with the least and the most of all; empty if there are no runs."""
         if not self.seconds:
             return ""
         least, most = min(self.seconds.values()), max(self.seconds.values())
-        return f"{self.mark}{self.median:.0f}" + f" ({least:.0f} to {most:.0f})" * (len(self.seconds) > 1)
+        return f"{self.mark}{self.median(seeds):.0f}" + f" ({least:.0f} to {most:.0f})" * (len(self.seconds) > 1)
 
-    def over(self, ours: Time) -> str:
-        """How many times longer these runs took than ``ours`` of the same seeds; empty if that is unknown."""
-        both = [self.seconds[seed] / ours.seconds[seed] for seed in ours.seconds if seed in self.seconds]
-        return f"{self.mark}{median(both):.2f}x" if both and ours.mark != "> " else ""
+    def over(self, ours: Time, seeds: Collection[int]) -> str:
+        """How many times as long as ``ours`` these runs took, by the medians of some seeds; empty if unknown."""
+        known = self.seconds and ours.seconds and ours.mark != "> "
+        return f"{self.mark}{self.median(seeds) / ours.median(seeds):.2g}x" if known else ""
 
 
 def pace(run: Mapping[str, Any]) -> float:
@@ -349,26 +347,35 @@ def time_of(raced: Raced, rate: str, racer: str) -> Time:
     return Time(seconds, min((each.mark for each in found.values() if each.mark), default=""))
 
 
-def table(raced: Raced, rates: Sequence[str], racers: Iterable[str]) -> list[Row]:
-    """Seconds to the aim by link; the steps that this took, milliseconds of a step, and bytes."""
-    rows = []
+def shared_seeds(raced: Raced, rates: Iterable[str], racers: Iterable[str]) -> list[int]:
+    """The seeds that all racers ran on all links where they ran: figures of the same seeds compare."""
+    seeds = [raced[rate, racer].keys() for rate in rates for racer in racers if (rate, racer) in raced]
+    return sorted(set.intersection(*map(set, seeds)))
+
+
+def table(raced: Raced, rates: Sequence[str], racers: Sequence[str]) -> list[Row]:
+    """Seconds to the aim by link; the steps that this took, milliseconds of a step, and bytes.
+
+    Figures are medians over :func:`shared_seeds`, brackets have the least and the most of all seeds.
+    """
+    rows, seeds = [], shared_seeds(raced, rates, racers)
     for racer in racers:
         row: Row = {"": racer}
-        runs = {rate: raced[rate, racer].values() for rate in rates if (rate, racer) in raced}
+        runs = [[raced[rate, racer][seed] for seed in seeds] for rate in rates if (rate, racer) in raced]
         for rate in rates:
             ours, dense = (time_of(raced, rate, each) for each in (racer, "DDP"))
-            sooner = dense.over(ours) if racer != "DDP" and ours.seconds else ""
-            row[rate] = ours.words + f", {sooner}" * bool(sooner)
+            sooner = dense.over(ours, seeds) if racer != "DDP" else ""
+            row[rate] = ours.words(seeds) + f", {sooner}" * bool(sooner)
         ended = {
             seed: end.curve[-1][1]
             for rate in rates
-            for seed in raced.get((rate, racer), ())
-            if (end := completed(raced, rate, racer, seed)).mark != "> "
+            for seed in seeds
+            if (rate, racer) in raced and (end := completed(raced, rate, racer, seed)).mark != "> "
         }
         row["steps"] = f"{median(ended.values()):.0f}" if ended else ""
-        row["ms a step, by link"] = ", ".join(f"{1000 * median(map(pace, each)):.0f}" for each in runs.values())
+        row["ms a step, by link"] = ", ".join(f"{1000 * median(map(pace, each)):.0f}" for each in runs)
         # PowerSGD's first two steps are dense: its shortest runs would show more.
-        sent = min(median(run["sent"] / run["curve"][-1][1] for run in each) for each in runs.values())
+        sent = min(median(run["sent"] / run["curve"][-1][1] for run in each) for each in runs)
         rows.append(row | {"MB a host and step": f"{sent / 1e6:.3g}"})
     return rows
 
@@ -391,6 +398,7 @@ def _judge(result: Result, rate: str, racers: Iterable[str], raced: Raced) -> No
     """Compares the default with each peer."""
     for peer in (racer for racer in racers if racer in PEERS):
         ours, theirs = time_of(raced, rate, OURS), time_of(raced, rate, peer)
-        seen = theirs.over(ours)
-        holds = bool(seen) and theirs.median >= ours.median
+        seeds = shared_seeds(raced, [rate], [OURS, peer])
+        seen = theirs.over(ours, seeds)
+        holds = bool(seen) and theirs.median(seeds) >= ours.median(seeds)
         result.check(f"{rate}: sooner than {peer}", ">= 1x", seen, holds)

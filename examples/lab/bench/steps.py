@@ -24,7 +24,8 @@ from lab.report import Result
 from lightning_topk.bench import loop
 from lightning_topk.bench.command import Work
 from lightning_topk.bench.peers import Peer
-from lightning_topk.plan import link, make_module
+from lightning_topk.models import make_module
+from lightning_topk.plan import link
 
 Measured = dict[str, dict[str, Any]]
 """Results of :func:`measured` by peer."""

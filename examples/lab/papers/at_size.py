@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lab.models import TEXT
 from lab.report import Panel, Result, in_words, standard_error
 from lab.training import OPTIMIZERS, DiLoCo, LocalSGD, Optimizer, Runs, train
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import Row
+from lightning_topk.runtime.momentum import AdaptedMomentum
+from lightning_topk.simulate import Cluster
 
 _adamw = partial(Optimizer, momentum=0.9, kind="AdamW", cosine=True, clip_norm=1.0, warmup=100)
 EVERYONES = Optimizer(3e-3, 0.9, "AdamW 0.99", cosine=True, clip_norm=1.0, warmup=20, least=0.1)
@@ -29,19 +32,21 @@ WORKERS = 8
 OURS = tuple(f"saving {amount}" for amount in (10, 30, 50, 100, 150, 400))
 _diloco = tuple(f"DiLoCo {period} at {rate}" for period in (30, 100) for rate in (0.4, 0.7, 1.0))
 SYSTEMS = (
-    *("dense", *OURS, "ratio 0.001", "saving 50 not adapted", "PowerSGD", "local 10", "local 50"),
+    *("dense", *OURS, "ratio 0.001", "saving 50 not adapted", "saving 50 preempted"),
+    *("PowerSGD", "local 10", "local 50"),
     *_diloco,
     *(f"{name} saving 50" for name in _diloco),
 )
 """``local 50`` is post-local SGD that averages the weights every 50 steps. ``DiLoCo 30 at 0.7`` exchanges every 30,
-with an outer learning rate of 0.7; with ``saving 50``, through our exchange."""
+with an outer learning rate of 0.7; with ``saving 50``, through our exchange. ``preempted``: see :func:`preempt`."""
 BOTH = ("dense", "saving 50")
+LOSS, ACCURACY = "held-out loss", "held-out accuracy %"
 
 
 class Course(NamedTuple):
     """Settings for training of a model: the optimizer, at the default rate; and examples per worker.
 
-    ``powersgd`` is the rank with which PowerSGD sends about as much as ``saving=50``.
+    ``powersgd`` is the rank with which PowerSGD sends about as much as ``saving=50``. ``quality`` labels the measure.
     """
 
     optimizer: Optimizer
@@ -49,16 +54,26 @@ class Course(NamedTuple):
     powersgd: int
     images: bool = False
     workers: int = WORKERS
+    quality: str = LOSS
+
+    @property
+    def points(self) -> bool:
+        """Whether quality counts in points, of which more are better, and not in percent of a loss."""
+        return self.quality != LOSS
 
 
 COURSES: Mapping[str, Course] = {
     "tied gpt": Course(EVERYONES, 16, 1, workers=2),
     "gpt": Course(replace(_adamw(0.01), warmup=0), 4, 1),
-    "convnet": Course(Optimizer(0.05, 0.9, cosine=True), 16, 1, images=True),
+    "convnet": Course(Optimizer(0.05, 0.9, cosine=True), 16, 1, images=True, quality=ACCURACY),
     "large gpt": Course(_adamw(1e-3), 1, 5),
     "huge gpt": Course(_adamw(6e-4), 8, 10),
-    "narrow resnet18": Course(_sgd(0.03), 8, 3, images=True),
-    "resnet18": Course(_sgd(0.03), 16, 6, images=True),
+    "narrow resnet18": Course(_sgd(0.03), 8, 3, images=True, quality=ACCURACY),
+    "resnet18": Course(_sgd(0.03), 16, 6, images=True, quality=ACCURACY),
+    "diffusion": Course(Optimizer(1e-4, 0.9, "Adam 0.99", clip_norm=1.0), 32, 1, images=True, workers=2),
+    "ppo": Course(
+        Optimizer(3e-4, 0.9, "Adam 0.999", clip_norm=0.5, eps=1e-5), 8, 1, workers=2, quality="reward of 100 steps"
+    ),
 }
 
 
@@ -89,7 +104,7 @@ def run(
     if not chosen:
         raise ValueError("this model learns images: pass their folder by --data.")
     found = Runs(out / "at-size.jsonl")
-    if "Muon" in optimizers and (without := [model for model in chosen if COURSES[model].images]):
+    if "Muon" in optimizers and (without := [model for model in chosen if model not in TEXT]):
         raise ValueError(f"Muon steps the matrices of a GPT's blocks, and {', '.join(without)} has none.")
     setups = [setup(model, steps, batch, kind, workers) for model in chosen for kind in optimizers]
     jobs = {
@@ -105,7 +120,8 @@ def run(
         "what compression costs, at the best learning rate of each system",
         f"Simulated workers, {WORKERS} by default, {steps:,} steps, only saving= or ratio= set; bf16-mixed on GPUs "
         "above two million parameters. GPT (0.12 million parameters, texts of 64 characters; tied: 0.35; large: 10.8, "
-        "huge: 85, texts of 128): AdamW. Convnet (0.2 million) and ResNet-18 (11.0; narrow: 2.8): SGD, momentum 0.9.",
+        "huge: 85, texts of 128): AdamW. Convnet (0.2 million) and ResNet-18 (11.0; narrow: 2.8): SGD, momentum 0.9. "
+        "Diffusion (0.2 million, images of 16 pixels) and PPO (0.02 million): Adam.",
     )
     result.tables = {each.title: table(found, each) for each in setups}
     result.panels = panels(found, setups)
@@ -147,11 +163,6 @@ def run_key(setup: Setup, system: str, rate: float, seed: int) -> str:
     return f"{model}, {optimizer}, batch {batch}, {steps} steps{among}, {system}, rate {rate:g}, seed {seed}"
 
 
-def quality_of(model: str) -> str:
-    """Label of the quality measure."""
-    return "held-out accuracy %" if COURSES[model].images else "held-out loss"
-
-
 def exchange(system: str, course: Course) -> Any:
     """What a system is for :func:`lab.training.train`."""
     name, *more = system.split()
@@ -166,6 +177,19 @@ def exchange(system: str, course: Course) -> Any:
     return partial(PowerSGD, course.powersgd if name == "PowerSGD" else 0)
 
 
+def preempt(at: int, cluster: Cluster, gradients: Sequence[Tensor]) -> None:
+    """Zeroes before step ``at`` what a checkpoint at preemption lacks: the residuals, and the optimizers' step counts.
+
+    It is called before every step.
+    """
+    if cluster.steps == at:
+        for memory in (link.memory for end in cluster.endpoints for link in end.links):
+            for tensor in memory.tensors().values():
+                tensor.zero_()
+        for adapted in AdaptedMomentum._instances.values():
+            adapted.members.clear()
+
+
 def train_run(
     setup: Setup, system: str, rate: float, seed: int, data: Path | None, device: str = "cpu"
 ) -> dict[str, Any]:
@@ -173,6 +197,8 @@ def train_run(
     model, kind, batch, steps, workers = setup
     course = COURSES[model]
     options: dict[str, Any] = {"every": max(1, steps // 12), "device": device, "data": data if course.images else None}
+    if "preempted" in system:
+        options["observe"] = partial(preempt, steps // 2)
     optimizer = replace(course.optimizer, lr=rate, kind=kind)
     ended = train(model, exchange(system, course), workers, steps, optimizer, seed, batch, **options)
     sent = ended.uplink_bytes + ended.downlink_bytes
@@ -183,8 +209,8 @@ def train_run(
 
 
 def ends(found: Runs, setup: Setup, system: str, measured: str = "") -> dict[float, dict[int, float]]:
-    """Final quality by learning rate and seed, for existing runs: by default held-out loss, or accuracy in percent."""
-    measured = measured or ("accuracy" if COURSES[setup.model].images else "held")
+    """Final quality by learning rate and seed, for existing runs: by default the course's measure."""
+    measured = measured or ("accuracy" if COURSES[setup.model].points else "held")
     by_rate: dict[float, dict[int, float]] = {}
     for run in found.values():
         if (setup_of(run), run["system"]) == (setup, system):
@@ -199,7 +225,7 @@ def known(found: Runs) -> list[Setup]:
 
 def best_rate(model: str, by_rate: Mapping[float, Mapping[int, float]]) -> float:
     """The learning rate with the best quality; each two are compared on the seeds that both have."""
-    sign = 1 if COURSES[model].images else -1
+    sign = 1 if COURSES[model].points else -1
 
     def better(one: float, other: float) -> float:
         both = by_rate[one].keys() & by_rate[other].keys()
@@ -209,15 +235,15 @@ def best_rate(model: str, by_rate: Mapping[float, Mapping[int, float]]) -> float
 
 
 def gaps(model: str, ours: Mapping[int, float], dense: Mapping[int, float]) -> list[float]:
-    """Gap to dense training for each seed, positive if worse: percent of the loss, or points of accuracy."""
+    """Gap to dense training for each seed, positive if worse: percent of the loss, or points."""
     both = [(ours[seed], dense[seed]) for seed in ours if seed in dense]
-    return [b - a if COURSES[model].images else 100 * (a / b - 1) for a, b in both]
+    return [b - a if COURSES[model].points else 100 * (a / b - 1) for a, b in both]
 
 
 def table(found: Runs, setup: Setup) -> list[Row]:
     """Final quality by system and learning rate, with the gaps to dense training at this rate and at its best."""
-    images, rows = COURSES[setup.model].images, []
-    dense, unit = ends(found, setup, "dense"), "points" if images else "%"
+    points, rows = COURSES[setup.model].points, []
+    dense, unit = ends(found, setup, "dense"), "points" if points else "%"
     for system in SYSTEMS:
         by_rate = ends(found, setup, system)
         best = best_rate(setup.model, by_rate) if by_rate else None
@@ -225,7 +251,7 @@ def table(found: Runs, setup: Setup) -> list[Row]:
             same, least = dense.get(rate, {}), dense[best_rate(setup.model, dense)] if dense else {}
             row: Row = {"": f"PowerSGD {COURSES[setup.model].powersgd}" if system == "PowerSGD" else system}
             row |= {"learning rate": f"{rate:g}" + " (best)" * (rate == best and len(by_rate) > 1)}
-            row |= {quality_of(setup.model): in_words([*ours.values()], ".2f" if images else ".3f")}
+            row |= {COURSES[setup.model].quality: in_words([*ours.values()], ".2f" if points else ".3f")}
             if system != "dense":
                 row[f"behind dense at this rate, {unit}"] = in_words(gaps(setup.model, ours, same), "+.2f")
                 row[f"behind dense at its best, {unit}"] = in_words(gaps(setup.model, ours, least), "+.2f")
@@ -237,7 +263,7 @@ def panels(found: Runs, setups: Sequence[Setup]) -> list[Panel]:
     """Final quality over the learning rate, and learning curves of the best rates over steps and bytes."""
     drawn = []
     for setup in setups:
-        images, ylabel = COURSES[setup.model].images, quality_of(setup.model)
+        points, ylabel = COURSES[setup.model].points, COURSES[setup.model].quality
         by_system = {system: ends(found, setup, system) for system in SYSTEMS}
         over = Panel(setup.title, "learning rate", xlog=True, ylabel=ylabel)
         for system, by_rate in by_system.items():
@@ -251,9 +277,9 @@ def panels(found: Runs, setups: Sequence[Setup]) -> list[Panel]:
                 if by_rate:
                     rate = best_rate(setup.model, by_rate)
                     run = found[run_key(setup, system, rate, min(by_rate[rate]))]
-                    passed, losses, accuracies = zip(*run["curve"], strict=True)
+                    passed, losses, scores = zip(*run["curve"], strict=True)
                     scale = 1.0 if along == "steps" else run["sent"] / 1e6
-                    panel.curves[system] = [step * scale for step in passed], accuracies if images else losses
+                    panel.curves[system] = [step * scale for step in passed], scores if points else losses
             drawn += [panel] * bool(panel.curves)
     return drawn
 
@@ -263,7 +289,7 @@ def gap_over_steps(found: Runs, model: str) -> Panel:
 
     Both have their best rate of the existing runs. Seeds that have both runs count.
     """
-    unit = "points" if COURSES[model].images else "%"
+    unit = "points" if COURSES[model].points else "%"
     panel = Panel(model, "steps of the run", xlog=True, ylabel=f"behind dense training, {unit}", level=0.0)
     here = [each for each in known(found) if each[:2] == (model, COURSES[model].optimizer.kind)]
     for batch in dict.fromkeys(each.batch for each in here):

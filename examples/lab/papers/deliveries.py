@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lab.papers.at_size import COURSES
+from lab.problems import Problem
 from lab.report import Panel, Result
-from lab.training import LANGUAGE, Problem, Workers, run_all
+from lab.training import LANGUAGE, Workers, run_all
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import Row
 from lightning_topk.runtime.momentum import adapt_momentum

@@ -14,8 +14,9 @@ import torch
 
 from lab.data import Data, first_classes, image_folder, source_as_documentation
 from lab.papers.at_size import COURSES, exchange
+from lab.problems import Problem
 from lab.report import Panel, Result, in_words
-from lab.training import Optimizer, Problem, Runs, run_all, train
+from lab.training import Optimizer, Runs, run_all, train
 from lightning_topk.plan import Row
 
 SYSTEMS = ("dense", "saving 10", "saving 50")

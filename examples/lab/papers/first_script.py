@@ -17,8 +17,8 @@ from lab.data import LENGTH, source_code
 from lab.hosts import local
 from lab.models import MODELS
 from lab.papers.at_size import COURSES, EVERYONES
+from lab.problems import Problem
 from lab.report import Result
-from lab.training import Problem
 from lightning_topk import attach
 
 SYSTEMS = ("DDP", "saving=50", "saving=50, three buckets")

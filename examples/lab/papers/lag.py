@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import fmean
 
 from lab.papers.at_size import COURSES, Setup, ends, run_key, setup, train_run
+from lab.problems import Problem
 from lab.report import Panel, Result, in_words, standard_error
-from lab.training import Problem, Runs
+from lab.training import Runs
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.plan import Row

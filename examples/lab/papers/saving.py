@@ -11,8 +11,9 @@ from functools import partial
 from statistics import linear_regression, mean
 from typing import Any
 
+from lab.problems import Problem
 from lab.report import Result
-from lab.training import Optimizer, Problem, run_all, train
+from lab.training import Optimizer, run_all, train
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.layout import k_of
 from lightning_topk.volume import volume

@@ -29,13 +29,15 @@ Values = dict[str, Tensor | float]  # what is logged, by key
 
 
 class CompressionMonitor(Callback):
-    """Logs the exchange's bytes at every optimizer step, and the rest when the Trainer logs.
+    """Logs the exchange's bytes and errors when the Trainer logs, and sums up every step.
 
-    Bytes are those that *this* rank sent to other ranks in the step (loggers receive rank 0's); uplink, downlink, total
-    and saving are logged at every step. Other keys are logged at log steps and, if the ranks know that their epochs are
-    equally long, in an epoch's last batch. Errors and norms are over all ranks; measuring them costs several passes
-    over each bucket and one small all-reduce. A step that measures them takes longer, so times are those of the latest
-    step that did not; if every step does (``log_every_n_steps=1``), those of this one.
+    Bytes are those that *this* rank sent to other ranks in the step (loggers receive rank 0's). Values are logged at
+    log steps, in the last step and, if the ranks know that their epochs are equally long, in an epoch's last batch.
+    Where no end is known, as of a stream without ``max_steps``, bytes and saving are logged at every step.
+
+    Errors and norms are over all ranks; measuring them costs several passes over each bucket and one small all-reduce.
+    A step that measures them takes longer, so times are those of the latest step that did not; if every step does
+    (``log_every_n_steps=1``), those of this one.
 
     ============================== ==========================================================================
     key                            meaning
@@ -149,11 +151,12 @@ class CompressionMonitor(Callback):
         totals = self.volume.compute()
         values: Values = {f"{way}_bytes": report.bytes[way] for way in ("uplink", "downlink")}
         values |= {name: totals[name] for name in ("total_bytes", "saving")}
-        # A call of Lightning's log takes a millisecond, and loggers store values at log steps only.
         if state.telemetry.measure:
             values |= self._measured(trainer, state, report)
         else:
             self._unmeasured = report
+            if self._even or trainer.max_steps >= 0:  # the last step is known, and logs
+                return  # loggers store values at log steps only, and a call of Lightning's log takes a millisecond
         for name, value in values.items():
             # float64 holds every count below 2^53 exactly, and Lightning's `log` turns integers into float32. It does
             # not know the batch size of training_step(dataloader_iter); a step's values need none.
@@ -205,7 +208,7 @@ class CompressionMonitor(Callback):
         """Prints the summary once per fit, unless there were no steps, or one process, which sends nothing."""
         state = _state(trainer)  # in on_fit_end it is gone (lightning 2.6)
         if self.volume.update_called and not self._told and state is not None and state.world > 1:
-            self._told = True
+            self._told = state.told = True
             rank_zero_info(self.summary())
 
     @override

@@ -131,6 +131,7 @@ class TopKStrategy(Resumes, DDPStrategy):
         if state is not None and any(parameter.requires_grad for parameter in self._frozen):
             assert isinstance(model, DistributedDataParallel)
             if model.require_backward_grad_sync:  # at the end of an accumulation window
+                state.told = True  # the next state tells
                 state.close()
                 self.model = model.module
                 self.configure_ddp()
@@ -148,6 +149,17 @@ class TopKStrategy(Resumes, DDPStrategy):
             raise RuntimeError(
                 "training_step unfroze a parameter: its gradient would stay different on every rank. Unfreeze it "
                 "earlier, in on_train_batch_start or on_train_epoch_start."
+            )
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Puts this strategy's remedy into DDP's error about unused parameters; Lightning's names DDPStrategy."""
+        if "Expected to have finished reduction in the prior iteration" in str(exception):
+            exception.args = (
+                "a loss did not use all parameters, but DDP waits for their gradients. Pass TopKStrategy("
+                "find_unused_parameters=True), or strategy='topk_find_unused_parameters_true'. With several optimizers "
+                "that step in turn, as a GAN's, also call toggle_optimizer(optimizer) before the loss of each, and "
+                "untoggle_optimizer after its step: else gradients that are zeroed later are exchanged, too.",
             )
 
     @override

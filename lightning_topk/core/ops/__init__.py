@@ -212,6 +212,12 @@ def catch_up_(
         kind(members, scale, skipped, tables.setdefault(kind, {}))
 
 
+def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
+    """Takes the signs that :func:`catch_up_` has counted in the last step; see :func:`.reference.fold_signs_`."""
+    version = None if on_cpu(counts) else fast(counts.device)
+    (version or reference).fold_signs_(counts, fresh, ratio)
+
+
 def alike(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors have the same shape and memory format, so that flat loops meet the same entries."""
     if x.shape != y.shape:

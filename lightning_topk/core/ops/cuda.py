@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_topk.core.layout import BLOCK, DAMAGED, PIECE, Layout, PayloadFormat
-from lightning_topk.core.ops import kernels
+from lightning_topk.core.ops import kernels, reference
 from lightning_topk.core.ops.reference import Stepped, address_table, sample_of
 
 TILE = 4096  # elements per program, a multiple of the block size
@@ -243,6 +243,15 @@ def nan_unless_(g: Tensor, starts: Tensor, condition: Tensor) -> None:
         launch(kernels.nan_unless, (_ceil(len(starts), SLOTS),), g, starts, condition, len(starts), SLOTS)
 
 
+def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
+    """Same as :func:`lightning_topk.core.ops.reference.fold_signs_`, in one launch."""
+    with torch.cuda.device_of(counts):
+        kernels.fold_signs[(len(counts),)](
+            counts, fresh, ratio, reference.RANGES, reference.KEPT, reference.PRIOR, reference.CERTAIN, math.pi / 2,
+            num_warps=1, **EXACT,
+        )  # fmt: skip
+
+
 def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor | None, tables: dict[str, Any]) -> None:
     """Same as :func:`lightning_topk.core.ops.reference.catch_up_` of each, in one launch.
 
@@ -250,7 +259,7 @@ def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor 
     copied to the device where they changed.
     """
     buffer, parameter, (rows, rules) = several[0].buffer, several[0].parameter, address_table(several)
-    tiles = [_ceil(row[6], SLOTS) for row in rows]
+    tiles = [_ceil(row[8], SLOTS) for row in rows]
     firsts = [end - own for end, own in zip(accumulate(tiles), tiles, strict=True)]
     if not sum(tiles):
         return  # empty shards
@@ -266,7 +275,7 @@ def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor 
         kernels.catch_up[(sum(tiles),)](
             table, owners, _on(buffer, tables, torch.float32, by_rule), table if scale is None else scale,
             table if scale is None else scale.reciprocal(), table if skipped is None else skipped, *dtypes,
-            scale is not None, skipped is not None, SLOTS, **EXACT,
+            scale is not None, skipped is not None, SLOTS, num_warps=8, **EXACT,
         )  # fmt: skip
 
 

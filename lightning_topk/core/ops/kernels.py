@@ -515,6 +515,25 @@ def _word_at(start, slot, wanted, BYTES: tl.constexpr):
 
 
 @launched
+def fold_signs(
+    counts, fresh, ratio,
+    RANGES: tl.constexpr, KEPT: tl.constexpr, PRIOR: tl.constexpr, CERTAIN: tl.constexpr, HALF_PI: tl.constexpr,
+):  # fmt: skip
+    """Takes the signs of the last step, see ``reference.fold_signs_``. A program has the row of a parameter."""
+    place = tl.program_id(0) * RANGES + tl.arange(0, RANGES)
+    other, same = tl.load(counts + 2 * place), tl.load(counts + 2 * place + 1)
+    new_other, new_same = tl.load(fresh + 2 * place), tl.load(fresh + 2 * place + 1)
+    kept = tl.where(new_other + new_same > 0, KEPT, 1.0)
+    other, same = kept * other + new_other.to(tl.float32), kept * same + new_same.to(tl.float32)
+    surplus = tl.minimum(tl.maximum((same - other) / (same + other + PRIOR), 0.0), CERTAIN)
+    tl.store(ratio + place, HALF_PI * tl.log((1.0 + surplus) / (1.0 - surplus)))
+    tl.store(counts + 2 * place, other)
+    tl.store(counts + 2 * place + 1, same)
+    tl.store(fresh + 2 * place, tl.zeros_like(new_other))
+    tl.store(fresh + 2 * place + 1, tl.zeros_like(new_same))
+
+
+@launched
 def catch_up(
     table, owners, rules, scale, inverse, skipped,
     BUFFER: tl.constexpr, GRADIENT: tl.constexpr, SCALED: tl.constexpr, SKIPPABLE: tl.constexpr, TILE: tl.constexpr,
@@ -526,21 +545,22 @@ def catch_up(
     GRADIENT are dtypes. ``inverse`` is 1 / ``scale``.
     """
     owner = tl.load(owners + tl.program_id(0))
-    row = table + owner.to(tl.int64) * 9
+    row = table + owner.to(tl.int64) * 11
     buffer = tl.load(row).to(tl.pointer_type(BUFFER))
     waited = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
     gradient = tl.load(row + 2).to(tl.pointer_type(GRADIENT))
     out = tl.load(row + 3).to(tl.pointer_type(BUFFER))
     parameter = tl.load(row + 4).to(tl.pointer_type(GRADIENT))
     replacement = tl.load(row + 5).to(tl.pointer_type(GRADIENT))
-    decays, replaces = tl.load(row + 4) != 0, tl.load(row + 5) != 0
-    numel, rule = tl.load(row + 6), rules + tl.load(row + 7) * 12
-    at = (tl.program_id(0) - tl.load(row + 8)) * TILE + tl.arange(0, TILE)
+    ratio, counts = tl.load(row + 6).to(tl.pointer_type(tl.float32)), tl.load(row + 7).to(tl.pointer_type(tl.int32))
+    decays, replaces, compares = tl.load(row + 4) != 0, tl.load(row + 5) != 0, tl.load(row + 6) != 0
+    numel, rule = tl.load(row + 8), rules + tl.load(row + 9) * 13
+    at = (tl.program_id(0) - tl.load(row + 10)) * TILE + tl.arange(0, TILE)
     inside = at < numel
     momentum, weight, sign = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2)
     decay, steady, waits = tl.load(rule + 3), tl.load(rule + 4), tl.load(rule + 5)
-    log_momentum, reach, over_momentum = tl.load(rule + 7), tl.load(rule + 8), tl.load(rule + 9)
-    log_squares, memory = tl.load(rule + 10), tl.load(rule + 11)
+    eps, log_momentum, reach = tl.load(rule + 7), tl.load(rule + 8), tl.load(rule + 9)
+    over_momentum, log_squares, memory = tl.load(rule + 10), tl.load(rule + 11), tl.load(rule + 12)
     found = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(buffer + at, mask=inside, other=0.0).to(tl.float32)
     steps = tl.load(waited + at, mask=inside, other=0)
@@ -561,7 +581,17 @@ def catch_up(
     shrinks = tl.where(here & (d == 0), 0.0, tl.where(steady == 0, 0.0, steady * x))
     share = (1.0 - tl.exp2((d + 1.0) * log_squares)) * memory / (d + 1.0)
     less = tl.where(d == 0, g, tl.where(memory == 0, g, g * tl.sqrt(share)))
-    moved = tl.where(here, b + (1.0 - faded) * reach * v + over_momentum * (g - less), 0.0) + shrinks
+    compared, same = here & compares & (d > 0) & (b != 0), (g > 0) == (b > 0)
+    place = ((d + 1.0).to(tl.int32, bitcast=True) >> 23) - 127  # of the range of d + 1: the exponent
+    # A histogram adds a tile's signs at once; places 0 and 1 are of d = 0, and take those that are not compared.
+    signs = tl.histogram(tl.where(compared, 2 * place + same.to(tl.int32), 0), 16)
+    places = tl.arange(0, 16)
+    tl.atomic_add(counts + places, signs, mask=compares & (places > 1) & (signs > 0), sem="relaxed")
+    r = tl.load(ratio + place, mask=compared & same, other=0.0)
+    typical = tl.where(here, tl.abs(g) * tl.rsqrt(d + 1.0), 1.0)
+    root = tl.sqrt((1.0 + r / (d + 1.0)) / (1.0 + r))
+    more = tl.where(r > 0, (typical + eps) / (typical * root + eps), 1.0)
+    moved = tl.where(here, more * (b + (1.0 - faded) * reach * v) + over_momentum * (more * g - less), 0.0) + shrinks
     tl.store(out + at, moved, mask=inside)
     tl.store(buffer + at, faded * v, mask=here)
     tl.store(waited + at, tl.where(here, 0, counted).to(tl.uint8), mask=inside)

@@ -17,7 +17,7 @@ numba's disk cache looks for changes in the file of the called function only, no
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +42,7 @@ class KernelLayout(NamedTuple):
     shard_size: int
 
     @classmethod
-    @cache
+    @lru_cache(maxsize=1024)  # asked for every bucket in every step
     def of(cls, layout: Layout) -> KernelLayout:
         """Converts a layout."""
         return cls(layout.numel, layout.shards, layout.block, layout.shard_size)
@@ -489,17 +489,21 @@ def catch_up(table, rules, scale, taken):
     """
     # m^d, 1 + ... + m^(d-1), and the share of a gradient in its replacement, for d steps waited
     faded, reach, share = np.empty(255), np.empty(255), np.empty(255)
+    places = np.empty(255, np.int64)  # of the range of d + 1
+    for d in range(255):
+        places[d] = np.int64(np.log2(d + 1))
     marks = np.zeros(TILE, np.uint8)
     words = marks.view(np.uint64)
     known = -1
     for row in table:
-        numel, replaces = row[6], row[5] != 0
+        numel, replaces, compares = row[8], row[5] != 0, row[6] != 0
         b, waited = _floats(row[0], numel), carray(_bytes_at(row[1]), numel)
         g, out = _floats(row[2], numel), _floats(row[3], numel)
         x, replacement = _floats(row[4], numel), _floats(row[5], numel)
-        momentum, weight, sign, decay, steady, waits, squares = rules[row[7]]
-        if row[7] != known:
-            known, kept = row[7], squares  # n^(d+1)
+        ratio, counts = _floats(row[6], 8), carray(_bytes_at(row[7]), 64).view(np.int32)
+        momentum, weight, sign, decay, steady, waits, squares, eps = rules[row[9]]
+        if row[9] != known:
+            known, kept = row[9], squares  # n^(d+1)
             faded[0], reach[0], share[0] = 1, 0, 1
             for d in range(1, 255):
                 faded[d], reach[d] = faded[d - 1] * momentum, reach[d - 1] + faded[d - 1]
@@ -535,8 +539,16 @@ def catch_up(table, rules, scale, taken):
                         gradient += decay * (d + 1) * x_[i]
                     v = momentum * b_[i] + weight * gradient
                     moved = b_[i] + reach[d] * v
+                    more = 1.0
+                    if compares and d > 0 and b_[i] != 0:
+                        same = (gradient > 0) == (b_[i] > 0)
+                        counts[2 * places[d] + same] += 1
+                        r = ratio[places[d]]
+                        if same and r > 0:
+                            typical = abs(gradient) / np.sqrt(d + 1)
+                            more = (typical + eps) / (typical * np.sqrt((1 + r / (d + 1)) / (1 + r)) + eps)
                     if replaces:
-                        moved += weight / momentum * (1 - share[d]) * gradient
+                        moved = more * moved + weight / momentum * (more - share[d]) * gradient
                         replacement_[i] = sign * gradient * share[d] * scale
                     if steady != 0 and d > 0:
                         moved += steady * x_[i]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -126,7 +126,7 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     return torch.nonzero_static(chosen, size=rows.shape[0] * k)[:, 1].view(rows.shape[0], k)
 
 
-@cache
+@lru_cache(maxsize=4096)  # a schedule may change k in each step
 def sample_of(layout: Layout, k: int, least: int) -> tuple[int, int]:
     """How to find a magnitude that slightly more than k entries per shard should reach: from a sample.
 
@@ -174,7 +174,7 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
     return bits.reshape(packed.shape[0], packed.shape[1] * 8)[:, :n]
 
 
-@lru_cache(maxsize=4096)  # a schedule may change k in each step
+@lru_cache(maxsize=4096)  # likewise
 def elias_fano_low_width(universe: int, k: int) -> int:
     """Returns the ``low`` with which :func:`elias_fano_encode` is shortest for k positions below ``universe``."""
     widths = range(max(1, (universe - 1).bit_length() + 1))
@@ -236,11 +236,17 @@ class Rule(NamedTuple):
     steady: float | Tensor = 0.0
     waits: bool = False  # whether the decay of all steps comes with the gradient
     squares: float | Tensor = 1.0  # n, the optimizer's factor of its mean of squares in each step; 1 if it has none
+    eps: float | Tensor = 0.0  # what the optimizer adds to the root of that mean
 
     @property
     def replaces(self) -> bool:
         """Whether the optimizer's own step needs another gradient."""
-        return self.waits or _differs(self.squares, 1.0)
+        return self.waits or self.has_squares
+
+    @property
+    def has_squares(self) -> bool:
+        """Whether the optimizer divides by a mean of squares."""
+        return _differs(self.squares, 1.0)
 
 
 class Stepped(NamedTuple):
@@ -253,6 +259,41 @@ class Stepped(NamedTuple):
     parameter: Tensor  # x; read only with weight decay
     replacement: Tensor | None  # of the gradient's dtype: becomes the gradient for the optimizer's own step, or None
     rule: Rule
+    # With a mean of squares, see `fold_signs_`: r of each range of D, `[RANGES]` float32, and counts of signs,
+    # `[2 RANGES]` int32, to which the step adds its own.
+    ratio: Tensor | None = None
+    counts: Tensor | None = None
+
+
+RANGES = 8
+"""Ranges of D, the steps that a delivered gradient is from: 1, 2 and 3, 4 to 7, ..., 128 to 255."""
+PRIOR = 16
+"""Deliveries of noise that are added to the counted ones, so that chance does not count in a small parameter."""
+CERTAIN = 0.9999
+"""The largest surplus of the same sign that is believed."""
+KEPT = 0.95
+"""What a step that delivers gradients of a range of D keeps of the range's counts of steps before."""
+
+
+def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
+    """Adds the signs that the last step has counted to the running counts, and estimates r of each range of D.
+
+    For each range, counts have the deliveries whose gradient has another sign than the momentum, then those with the
+    same sign. If the D gradients of an entry have the mean mu and the deviation sigma, r = D mu^2 / sigma^2. The
+    formula is that of :mod:`lightning_topk.runtime.momentum`.
+
+    Args:
+        counts: ``[parameters, 2 RANGES]`` float32, of earlier steps.
+        fresh: ``[parameters, 2 RANGES]`` int32, of the last step; becomes zero. Integers, so that their sums are the
+            same in any order.
+        ratio: ``[parameters, RANGES]`` float32, becomes r.
+    """
+    counted = fresh.unflatten(1, (RANGES, 2)).any(2).repeat_interleave(2, 1)
+    counts.copy_(torch.where(counted, KEPT * counts + fresh, counts))
+    fresh.zero_()
+    other, same = counts.unflatten(1, (RANGES, 2)).unbind(2)
+    surplus = ((same - other) / (same + other + PRIOR)).clamp(0, CERTAIN)
+    ratio.copy_(math.pi / 2 * ((1 + surplus) / (1 - surplus)).log())
 
 
 def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | None = None) -> None:
@@ -260,13 +301,14 @@ def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | N
 
     With v = m b + a (g + decay) of an entry that waited d steps, and whose gradient is not zero, the buffer becomes
     m^d v, and ``out`` what makes the optimizer move the entry by (1 + ... + m^d) v: b + (1 + ... + m^(d-1)) v, and more
-    if ``replacement`` is less than g + decay. Other entries keep their buffer, and ``out`` is zero there; to both,
-    unless d is 0, the decay of this step is added. ``waited`` becomes zero or is incremented.
+    if ``replacement`` is less than g + decay, or if the gradients that it sums agree. Other entries keep their buffer,
+    and ``out`` is zero there; to both, unless d is 0, the decay of this step is added. ``waited`` becomes zero or is
+    incremented, and signs are counted in ``counts``.
 
     ``scale`` is the scalar by which the optimizer divides gradients. The scalar ``skipped`` is nonzero if it skips the
-    step: then ``buffer`` and ``waited`` stay.
+    step: then ``buffer``, ``waited`` and ``counts`` stay.
     """
-    buffer, waited, gradient, out, parameter, replacement, rule = stepped
+    buffer, waited, gradient, out, parameter, replacement, rule, ratio, counts = stepped
     taken = torch.ones((), dtype=torch.bool, device=buffer.device) if skipped is None else skipped == 0
     delivered = (gradient != 0) & taken
     wide = torch.promote_types(buffer.dtype, torch.float32)
@@ -281,8 +323,16 @@ def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | N
     moved = b + (1 - faded) / (1 - rule.momentum) * v
     if replacement is not None:
         squares = (1 - rule.squares ** (d + 1)) / ((d + 1) * (1 - rule.squares))
-        less = g if not _differs(rule.squares, 1.0) else torch.where(first, g, g * squares.sqrt())
-        moved = moved + rule.weight / rule.momentum * (g - less)
+        less = g if not rule.has_squares else torch.where(first, g, g * squares.sqrt())
+        more: Tensor | float = 1.0  # how many times as far gradients that agree move an entry
+        if ratio is not None and counts is not None:
+            compared, same, steps = delivered & ~first & (b != 0), (g > 0) == (b > 0), d + 1
+            place = torch.frexp(steps).exponent.long() - 1  # of the range of D
+            counts.scatter_add_(0, (2 * place + same).reshape(-1), compared.reshape(-1).to(counts.dtype))
+            r, typical = ratio.to(wide)[place], g.abs() / steps.sqrt()
+            root = ((1 + r / steps) / (1 + r)).sqrt()
+            more = torch.where(compared & same, (typical + rule.eps) / (typical * root + rule.eps), 1.0)
+        moved = more * moved + rule.weight / rule.momentum * (more * g - less)
         less = rule.sign * less
         replacement.copy_(torch.where(delivered, less if scale is None else less * scale, 0.0))
     moved = torch.where(delivered, moved, 0.0)
@@ -301,7 +351,7 @@ def _differs(factor: float | Tensor, number: float) -> bool:
 def address_table(several: Sequence[Stepped]) -> tuple[list[list[int]], list[Rule]]:
     """For compiled loops and kernels: a row of integers for each parameter, and the rules.
 
-    A row has the addresses of the six tensors, 0 for one that is not needed; the number of elements; and that of the
+    A row has the addresses of the eight tensors, 0 for one that is not needed; the number of elements; and that of the
     rule.
     """
     rules = {id(each.rule): each.rule for each in several}
@@ -310,8 +360,9 @@ def address_table(several: Sequence[Stepped]) -> tuple[list[list[int]], list[Rul
         [
             buffer.data_ptr(), waited.data_ptr(), gradient.data_ptr(), out.data_ptr(),
             parameter.data_ptr() if rule.decay else 0, 0 if replacement is None else replacement.data_ptr(),
+            0 if ratio is None else ratio.data_ptr(), 0 if counts is None else counts.data_ptr(),
             buffer.numel(), numbers[id(rule)],
         ]
-        for buffer, waited, gradient, out, parameter, replacement, rule in several
+        for buffer, waited, gradient, out, parameter, replacement, rule, ratio, counts in several
     ]  # fmt: skip
     return rows, [*rules.values()]

@@ -1,0 +1,68 @@
+"""Models by name, with untrained weights, for ``plan`` and ``bench``: torchvision's, GPTs, and a user's class."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from torch import Tensor, nn
+
+
+class GPT(nn.Module):
+    """A GPT of the shape of GPT-2 (Radford et al. 2019), without dropout; the head has the weights of the embedding.
+
+    Takes ``[B, T]`` int64, T at most :data:`CONTEXT`; returns logits ``[B, T, VOCABULARY]``.
+    """
+
+    def __init__(self, depth: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predicts the next token at each place."""
+        length = x.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device)
+        h = self.tokens(x) + self.places.weight[:length]
+        for block in self.blocks:
+            h = block(h, mask, is_causal=True)
+        return nn.functional.linear(self.norm(h), self.tokens.weight)
+
+
+VOCABULARY, CONTEXT = 50_257, 1024
+GPTS = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20), "gpt2-xl": (48, 1600, 25)}
+"""Depth, width and heads, by name."""
+
+
+def make_module(model: str | None = None, module: str | None = None) -> nn.Module:
+    """Makes a model by its name, or an instance of a class."""
+    try:
+        if model in GPTS:
+            return GPT(*GPTS[model])
+        if model is not None:
+            import torchvision
+
+            return torchvision.models.get_model(model, weights=None)
+        folder, _, name = str(module).rpartition(".")
+        made = getattr(importlib.import_module(folder), name)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        needs = "It must be importable, and callable without arguments."
+        if model is not None:
+            needs = "Install torchvision." if isinstance(error, ImportError) else _nearest(model)
+        raise ValueError(f"{'--module' if model is None else '--model'} {model or module}: {error}. {needs}") from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"--module {module} gave a {type(made).__name__}, not a torch.nn.Module.")
+    return made
+
+
+def _nearest(model: str) -> str:
+    """Says which names are nearest, or where they all are."""
+    import torchvision
+
+    known = [*GPTS, *torchvision.models.list_models()]
+    near = ", ".join(difflib.get_close_matches(model.lower(), known))
+    return f"The nearest names are {near}." if near else f"Give {', '.join(GPTS)}, or a name of torchvision's."
