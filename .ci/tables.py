@@ -106,17 +106,6 @@ def gaps() -> list[Row]:
     return saving_curves.table(found, [*LEARNERS.values()], saving_curves.LENGTHS, saving_curves.AMOUNTS)
 
 
-def momentum() -> str:
-    """How far behind dense training ``saving=50`` ends with adapted momentum, and without."""
-    rows, found = [], {(row["model, optimizer"], row["steps"]): row for row in gaps()}
-    for (name, length), row in found.items():
-        other = found.get((name.replace(" (", " not adapted ("), length), {})
-        if row["saving 50"] and other.get("saving 50"):
-            cells = {"adapted": row["saving 50"], "not adapted": other["saving 50"]}
-            rows.append({head: row[head] for head in ("model, optimizer", "steps", "dense")} | cells)
-    return page(rows)
-
-
 def behind(gaps: Sequence[float], unit: str) -> str:
     """Mean gap to dense training, with its standard error; in bold if it is above 1."""
     words = in_words(gaps, "+.2f", unit)
@@ -147,6 +136,8 @@ SHOWN = (
     Shown("GPT, 0.12 million, AdamW", "gpt", 1000),
     Shown("the same", "gpt", 500, batch=32),
     Shown("the same", "gpt", 1000, batch=32),
+    Shown("diffusion, U-Net of 0.2 million, CIFAR-10, Adam", "diffusion", 300),
+    Shown("the same", "diffusion", 1000),
     Shown("GPT, 10.8 million, AdamW, a very small batch", "large gpt", 3000),
     Shown("the same", "large gpt", 3000, batch=16),
 )
@@ -189,6 +180,7 @@ def tuned(shown: Shown) -> Row:
     if not dense or (best := at_size.best_rate(model, dense)) not in ours:
         return {}
     rate = "tuned" if len(dense) >= GRID else f"tuned on {300 if model == 'tied gpt' else 1000:,} steps"
+    rate = f"{best:g}, low" if model == "diffusion" else rate
     return result(shown, batch(model, setup.batch, setup.workers), rate, dense[best], ours[best])
 
 
@@ -204,7 +196,7 @@ def result(shown: Shown, batch: str, rate: str, dense: dict[int, float], ours: d
     both = [(dense[seed], ours[seed]) for seed in ours if seed in dense]
     if not both:
         return {}
-    text = batch.endswith("characters")
+    text = not at_size.COURSES[shown.model].points
     style, unit = (".3f", "") if text else (".2f", " %")
     gaps = [100 * (now / before - 1) if text else before - now for before, now in both]
     row = {"model": shown.title, "steps": f"{shown.steps:,}", "batch": batch, "rate": rate, "seeds": len(both)}
@@ -436,7 +428,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-launches": lambda: page(json.loads((RUNS / "gpu-launches.json").read_text())),
     "race": lambda: page(race.table(*raced())),
     "results": results,
-    "momentum": momentum,
     "monitor": monitor,
     "saving-curves": lambda: page(gaps()),
 }

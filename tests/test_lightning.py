@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import batch, log
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from trainers import ELEMENTS, Gan, Module, Normed, fit
 
@@ -129,6 +131,38 @@ def test_loggers_and_early_stopping_see_all_keys_layers_and_a_summary(rank, worl
         assert {int(row["step"]) for row in ours} == {1, 3}
         assert all(row[key] for row in ours for key in KEYS)
         assert any("batches_per_sec" in key for key in rows[0])
+
+
+class TwoLosses(Module):
+    """The second output's loss has little weight, and layers of its own."""
+
+    weight = 1.0
+
+    def build(self) -> nn.Module:
+        return nn.ModuleList([nn.Linear(12, 40), nn.Linear(12, 40)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        large, small = (layer(batch[0]).square().mean() for layer in self.net)
+        return large + self.weight * small
+
+
+@on_ranks(2)
+def test_the_summary_names_starved_parameters(rank, world):
+    for weight, words in ((1e-3, "next to nothing is sent of 2 parameters ('net.1."), (1.0, None)):
+        module, monitor, told = TwoLosses(), CompressionMonitor(per_layer=True), []
+        module.weight = weight
+        end = LambdaCallback(on_train_end=lambda *_, monitor=monitor, told=told: told.append(monitor.summary()))
+        fit(
+            rank,
+            world,
+            module,
+            TopKStrategy(ratio=0.1),
+            [monitor, end],
+            monitor=False,
+            max_steps=4,
+            log_every_n_steps=2,
+        )
+        assert (words in told[0]) if words else "next to nothing" not in told[0]
 
 
 @pytest.mark.parametrize(("every", "timed"), [(1, [0, 1, 2, 3, 4, 5]), (3, [None, None, 1, 1, 1, 4])])

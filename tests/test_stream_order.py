@@ -43,6 +43,7 @@ class Case:
     read: bool = False  # the caller reads the number of nonfinite steps after every other step
     reads_within: bool = False  # and reports in the middle of backward, too
     together: bool = False  # the buckets are exchanged as one
+    max_norm: Any = None  # of clipping: one of all, or one for each optimizer
 
 
 class Bucket:
@@ -98,7 +99,8 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
         parameters = [torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in SIZES]
         optimizers = [torch.optim.SGD(each, 0.1, foreach=False) for each in (parameters[:2], parameters[2:])]
         scaler = Scaler() if case.scaler else None
-    state = ddp.TopKState(config, CUDA, optimizers=lambda: optimizers, scaler=scaler, local_world_size=LOCAL)
+    told = {"scaler": scaler, "max_norm": case.max_norm}
+    state = ddp.TopKState(config, CUDA, optimizers=lambda: optimizers, local_world_size=LOCAL, **told)
     state.buckets.learn_names({p: f"p{number}" for number, p in enumerate(parameters)})
     if case.together:
         state.exchange_together(mock.Mock(bucket_bytes_cap=1 << 30, bucket_bytes_cap_default=True), parameters)
@@ -160,6 +162,8 @@ PLAYED = [
     ("sharded", Case(votes=True, hooks=True, kernels=True, together=True), {}),
     ("sharded", Case(hooks=True, read=True), {}),
     ("sharded", Case(hooks=True, reads_within=True), {}),
+    ("sharded", Case(hooks=True, max_norm=1.0), {}),
+    ("hierarchical", Case(scaler=True, hooks=True, kernels=True, max_norm=(1.0, 0.1)), {"dense_parameters": ("p0",)}),
     ("hierarchical", Case(scaler=True, votes=True), {"dense_parameters": ("p0",)}),
     ("hierarchical", Case(scaler=True, hooks=True), {"wire": "int4"}),
     ("hierarchical", Case(scaler=True, votes=True, kernels=True), {}),

@@ -221,6 +221,7 @@ class Optimizers(Watch):
     @override
     def stepped(self, optimizer: Optimizer) -> None:
         """Notes the rates of a step, and whether its gradients were clipped."""
+        self._telemetry.collect()  # in the stream in which a user may read it before the next pass does
         first = self._first_group.get(id(optimizer))
         if self.rates is not None and first is not None:
             last = [*self.rates.last]

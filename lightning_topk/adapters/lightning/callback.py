@@ -26,6 +26,7 @@ else:
     Callback = importlib.import_module(PACKAGE).Callback
 
 Values = dict[str, Tensor | float]  # what is logged, by key
+STARVED = 0.1  # share of a parameter that is sent, over that of all, below which the summary names it
 
 
 class CompressionMonitor(Callback):
@@ -66,7 +67,8 @@ class CompressionMonitor(Callback):
         per_layer: The parameters for which to log, at log steps, ``topk/error/NAME`` (the workers' compression error),
             ``topk/payload_share/NAME`` (its share of the sent entries) and ``topk/residual_norm/NAME`` (root mean
             square over the workers): a pattern of names such as ``"*.conv1.weight"``, several, or True for all. This
-            costs a few more passes over each bucket.
+            costs a few more passes over each bucket. The summary then names parameters that are starved: of which next
+            to nothing is sent, since others have larger gradients.
 
     Attributes:
         volume: The :class:`~lightning_topk.metrics.ExchangeVolume` of this rank since fit began; it also counts the
@@ -94,6 +96,7 @@ class CompressionMonitor(Callback):
         self._density = 0.0  # of the last step
         self._unmeasured: Report | None = None  # the latest one
         self._times: list[tuple[float, float]] = []  # logged ones: seconds, and the share that backward hid
+        self._starved: list[str] = []  # parameters of which the last measured step sent next to nothing
         self._told = False  # whether the summary was printed
 
     @override
@@ -113,7 +116,7 @@ class CompressionMonitor(Callback):
                 )
         for metric in (self.volume, self.uplink_error, self.downlink_error):
             metric.reset()
-        self._unmeasured, self._times, self._told = None, [], False
+        self._unmeasured, self._times, self._starved, self._told = None, [], [], False
 
     @override
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
@@ -191,8 +194,11 @@ class CompressionMonitor(Callback):
         local = torch.stack([torch.cat([layers[p], energies.get(p, none).view(1)]) for p in parameters])
         every = trainer.strategy.reduce(local.to(trainer.strategy.root_device), reduce_op="sum")
         energy, lost, sent, kept = every.cpu().T
+        error, all_sent = lost / energy.clamp(min=1e-300), 1 - lost.sum() / energy.sum()
+        starved = (energy > 0) & (1 - error < STARVED * all_sent)
+        self._starved = [name for name, each in zip(names, starved, strict=True) if each]
         columns = {
-            "error": torch.where(energy > 0, lost / energy.clamp(min=1e-300), 0.0),
+            "error": error,
             "payload_share": sent / sent.sum().clamp(min=1),
             "residual_norm": (kept / state.world).sqrt(),
         }
@@ -237,6 +243,11 @@ class CompressionMonitor(Callback):
                 f"exchange {1000 * seconds:.1f} ms per step with waiting for other ranks, {hidden:.0%} of it hidden "
                 "behind backward",
             ]
+        if self._starved:
+            words.append(
+                f"next to nothing is sent of {len(self._starved)} parameters ({self._starved[0]!r} for one), whose "
+                "gradients are small beside the others': weigh the losses, or use a smaller saving"
+            )
         return "; ".join(words) + "."
 
 
