@@ -70,7 +70,8 @@ class TopKState(HookState):
         with suppress(AttributeError, TypeError):  # torch's private function; without it, densities change a little
             first = private._DEFAULT_FIRST_BUCKET_BYTES if model.bucket_bytes_cap_default else model.bucket_bytes_cap
             places, _ = private._compute_bucket_assignment_by_size([*trained], [first, model.bucket_bytes_cap])
-            self.buckets.plan_together([tuple(trained[place] for place in each) for each in reversed(places)])
+            buckets = [[trained[place] for place in each] for each in reversed(places)]
+            self.buckets.plan_together([*map(self.buckets.find, buckets)])
 
     def check_launch_order(self, model: DistributedDataParallel) -> None:
         """Names collectives of the backward pass that NCCL may start in another order than the exchange's."""
