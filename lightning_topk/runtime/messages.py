@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from lightning_topk.bucket import TOLERANCE, Bucket, Buckets, TooLargeError
 from lightning_topk.config import TopKConfig
