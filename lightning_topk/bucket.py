@@ -14,12 +14,13 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.endpoint import BucketPlan
+from lightning_topk.core.endpoint import BucketPlan, Endpoint
 from lightning_topk.core.exchange import TOPOLOGIES
 from lightning_topk.core.layout import Layout, NodeShards, k_of
 from lightning_topk.core.requests import Volume, request_volume
@@ -37,7 +38,23 @@ class TooLargeError(ValueError):
     """A bucket has too many elements for a topology."""
 
 
-Bucket = tuple[Tensor, ...]  # the parameters whose gradients are exchanged together, in order
+class Bucket(tuple[Tensor, ...]):
+    """The parameters whose gradients are exchanged together, in order, and what is known of them from pass to pass.
+
+    A state has one for them (:meth:`Buckets.find`). It is compared by identity: a tensor's hash is a call of Python.
+    """
+
+    __hash__ = object.__hash__
+    __eq__, __ne__ = object.__eq__, object.__ne__
+
+    dtype: torch.dtype | None = None  # for which it is planned; a wrapper may change that of the parameters
+    plan: BucketPlan | None = None
+    weight: float = 0.0  # of its bytes, see `Buckets.share`; 0 if they were not shared out
+    endpoint: Endpoint | None = None  # of `runtime.residuals`, which alone sets it
+    alike: Any = None  # see `Residuals.fade`; as long as the endpoint
+    clipping: Any = None  # of `runtime.applied.Clipping`, which alone sets it
+
+
 BucketSizes = tuple[Sequence[int], int, Sequence[int], int]
 """A bucket: elements of each parameter, bytes per element, indices of the uncompressed parameters, and its tag."""
 
@@ -257,9 +274,8 @@ class Buckets:
     def __init__(self, config: TopKConfig, world: int, local: int) -> None:
         self.config, self._world, self.local = config, world, local
         self._model = 1, 0  # elements of all parameters, and of the uncompressed ones
-        self._plans: dict[tuple[Bucket, torch.dtype], BucketPlan] = {}
-        self._weights: Mapping[Bucket, float] = {}  # of their bytes, see `share`
-        self.together = False  # whether the buckets of a step are known, and planned together
+        self._known: dict[tuple[int, ...], Bucket] = {}  # by ids of their parameters
+        self._together: dict[tuple[Bucket, ...], list[BucketPlan]] = {}  # plans of all buckets of a step
         self.names: Mapping[Tensor, str] = {}
         self.all_names: Mapping[Tensor, Sequence[str]] = {}  # of tied weights; `dense_parameters` may match each
         self.compressed: frozenset[Tensor] = frozenset()  # the parameters that may be compressed
@@ -283,28 +299,36 @@ class Buckets:
         skipped = sum(parameter.numel() for parameter in self._uncompressed if parameter.requires_grad)
         self._model = numel, skipped
         for_compressed(self.config, numel, skipped)  # refuses too many uncompressed parameters
-        self._plans.clear()
-        self.together = False
+        self._forget_plans(self._known.values())
+
+    def find(self, parameters: Sequence[Tensor]) -> Bucket:
+        """The bucket of some parameters."""
+        key = tuple(map(id, parameters))
+        if key not in self._known:
+            self._known[key] = Bucket(parameters)
+        return self._known[key]
 
     def plan_of(self, bucket: Bucket) -> BucketPlan:
         """The exchange plan of a bucket."""
-        key = bucket, bucket[0].dtype  # a wrapper may change it
-        if key not in self._plans:
-            (self._plans[key],) = self.planned([bucket])
-        return self._plans[key]
+        if bucket.dtype != bucket[0].dtype:
+            self._forget_plans([bucket])
+            bucket.dtype = bucket[0].dtype
+        if bucket.plan is None:
+            (bucket.plan,) = self.planned([bucket])
+        return bucket.plan
 
     def plan_together(self, buckets: Sequence[Bucket]) -> int:
         """Plans all buckets of a step together, see :func:`plan_step`; plans that stay the same keep their identity.
 
         Returns the number of plans that have changed.
         """
-        changed = 0
-        for bucket, plan in zip(buckets, self.planned(buckets), strict=True):
-            key = bucket, bucket[0].dtype
-            known = self._plans.get(key)
-            if known is None or not known.same_as(plan):
-                self._plans[key], changed = plan, changed + (known is not None)
-        self.together = True
+        step, changed = tuple(buckets), 0
+        if step not in self._together:
+            self._together[step] = self.planned(step)
+        for bucket, plan in zip(step, self._together[step], strict=True):
+            known = bucket.plan
+            if plan is not known and (known is None or not known.same_as(plan)):
+                bucket.plan, bucket.dtype, changed = plan, bucket[0].dtype, changed + (known is not None)
         return changed
 
     def share(self, weights: Mapping[Bucket, float]) -> None:
@@ -312,10 +336,21 @@ class Buckets:
 
         Without any, those that had weights are planned without them when they are next exchanged.
         """
-        for bucket in self._weights if not weights else ():
-            self._plans.pop((bucket, bucket[0].dtype), None)
-        self._weights = weights
-        self.plan_together([*weights])
+        shared = [bucket for bucket in self._known.values() if bucket.weight]
+        if not weights:
+            self._forget_plans(shared)
+        for bucket in shared:
+            bucket.weight = 0.0
+        for bucket, weight in weights.items():
+            bucket.weight = weight
+        if weights:
+            self._together.clear()
+            self.plan_together([*weights])
+
+    def _forget_plans(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.plan = None
+            self._together.clear()
 
     def planned(self, buckets: Sequence[Bucket]) -> list[BucketPlan]:
         """Plans of buckets that are exchanged in the same step."""
@@ -325,5 +360,5 @@ class Buckets:
             uncompressed = [number for number, parameter in enumerate(bucket) if parameter in self._uncompressed]
             known.append(([parameter.numel() for parameter in bucket], bucket[0].itemsize, uncompressed, tag))
         plans = plan_step(self.config, known, self._world, self.local, self._model)
-        weights = [self._weights.get(bucket, 0.0) for bucket in buckets]
+        weights = [bucket.weight for bucket in buckets]
         return share_out(plans, weights) if all(weights) else plans

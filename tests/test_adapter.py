@@ -2,6 +2,7 @@
 
 import inspect
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from ranks import Run, gradient
 from lightning_topk import TopKConfig
 from lightning_topk.runtime import state as runtime_state
 from lightning_topk.runtime.state import HookState
+from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.volume import volume
 
 PASSES = 10
@@ -70,3 +72,68 @@ def test_an_adapter_of_three_calls_keeps_the_laws(rank, world, settings):
 def test_contributing_shows_this_adapter():
     shown = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
     assert f"```python\n{inspect.getsource(exchange_gradients)}```\n" in shown
+
+
+def train_through_changes(rank: int, settings: dict[str, Any], anew: bool) -> tuple[list[Any], list[Any]]:
+    """Trains a net while all changes that may change, by gradients at random; returns its weights and bytes."""
+    torch.manual_seed(0)
+    net, random = ranks.four_layers(), torch.Generator().manual_seed(rank)
+    names, layers = {p: name for name, p in net.named_parameters()}, [tuple(layer.parameters()) for layer in net]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)]
+    state = HookState(
+        TopKConfig(**settings), torch.device("cpu"), optimizers=lambda: optimizers, max_norm=0.5, epoch=lambda: 0
+    )
+    state.buckets.learn_names(names)
+    buckets, weights, sent = layers[::-1], [], []
+    for step in range(36):
+        if step == 2:
+            optimizers[0].param_groups[0]["lr"] *= 2
+        elif step == 4:  # a parameter is frozen, as FSDP2's adapter sees it
+            layers[0][0].requires_grad_(False)
+            state.buckets.learn_names(names)
+            buckets = [*layers[:0:-1], layers[0][1:]]
+        elif step == 6:
+            layers[0][0].requires_grad_(True)
+            state.buckets.learn_names(names)
+            buckets = layers[::-1]
+        elif step == 18:  # after bytes were shared out
+            buckets = [layers[3] + layers[2], layers[1] + layers[0]]
+        elif step == 20:
+            group = optimizers[0].param_groups[0]
+            group["params"], other = group["params"][:2], group["params"][2:]
+            optimizers[0].add_param_group({"params": other, "lr": 0.05})
+        elif step == 22:
+            optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-3)]
+        elif step == 24:
+            state.load_state_dict(ranks.shared(state.state_dict()))
+        elif step == 28:
+            net.bfloat16()
+            optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)]
+        now = buckets[step % 2 :] if step >= 30 else buckets  # other buckets in turn
+        exchanged = {p for bucket in now for p in bucket}
+        for p in net.parameters():
+            p.grad = torch.randn(p.shape, generator=random).to(p.dtype) if p in exchanged else None
+        exchange_gradients(state, now)
+        if step not in (8, 26):
+            optimizers[0].step()
+        if anew:
+            state.optimizers._members = ()
+            state.buckets._together.clear()
+            for bucket in state.buckets._known.values():
+                bucket.alike = None
+                if bucket.plan is not None:
+                    bucket.plan._volumes.clear()
+        weights.append(ranks.weights(net).clone())
+        sent.append(state.report().bytes)
+    state.close()
+    return weights, sent
+
+
+@pytest.mark.parametrize("settings", [{"saving": 8}, {"ratio": ExponentialWarmup(0.05, steps=30)}], ids=str)
+@on_ranks(2)
+def test_what_is_prepared_follows_every_change(rank, world, settings):
+    """A run that prepares everything in every pass has the same bits and bytes."""
+    (weights, sent), (others, theirs) = (train_through_changes(rank, settings, anew) for anew in (False, True))
+    assert all(map(torch.equal, weights, others))
+    assert all(map(ranks.alike, weights))
+    assert sent == theirs

@@ -19,7 +19,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_topk import TopKModelParallelStrategy, TopKStrategy
-from lightning_topk.bucket import TOLERANCE, Buckets, TooLargeError, for_compressed, plan_bucket, plan_step, share_out
+from lightning_topk.bucket import (
+    TOLERANCE,
+    Bucket,
+    Buckets,
+    TooLargeError,
+    for_compressed,
+    plan_bucket,
+    plan_step,
+    share_out,
+)
 from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import RandK, SampledK, Selector
@@ -256,7 +265,7 @@ def test_shares_move_the_bytes_of_a_step_between_its_buckets(topology, settings,
 
 def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets():
     """The energy of an entry counts, to the power 5/8, in finite passes that used its bucket."""
-    shares, buckets = Shares(), [(torch.ones(1),) for _ in range(3)]
+    shares, buckets = Shares(), [Bucket((torch.ones(1),)) for _ in range(3)]
     numels = dict(zip(buckets, (100, 100, 50), strict=True))
 
     def decided(energies: list[float], used: int = 1) -> list[float]:
@@ -362,7 +371,7 @@ def test_uncompressed_parameters_count_towards_the_saving():
 def warned(saving: float, buckets: list[list[int]], local: int = 1, **settings: Any) -> str:
     """The warnings for buckets with these parameter sizes, on four ranks."""
     plans = Buckets(TopKConfig(saving=saving, **settings), 4, local)
-    made = [tuple(nn.Parameter(torch.zeros(size)) for size in sizes) for sizes in buckets]
+    made = [plans.find([nn.Parameter(torch.zeros(size)) for size in sizes]) for sizes in buckets]
     sent = sum((plans.plan_of(bucket).volume() for bucket in made), Volume())
     return " ".join(saving_warnings(plans, made, sent))
 
@@ -400,6 +409,7 @@ def test_warnings_about_saving_never_raise_on_what_can_be_exchanged(case):
         return
     settings = Buckets(config.resolve(world, local), world, local)
     settings.learn_names({p: f"p{number}" for number, p in enumerate(p for bucket in buckets for p in bucket)})
+    buckets = [*map(settings.find, buckets)]
     try:
         settings.plan_together(buckets)
     except TooLargeError:

@@ -123,7 +123,7 @@ def copies_of(
     for step in range(2):
         codecs = plan.codecs(selector=end.uplink.selector)
         g = torch.empty(sum(SIZES), device=CUDA, dtype=dtype)
-        used = torch.tensor([True, False, True, True]) if voted else None
+        used = [True, False, True, True] if voted else None
         with watch if step else contextlib.nullcontext():
             path, reply = guards.exchange(end, g, codecs, Step(step, scale, measure, 0.5, clip), used), None
             with contextlib.suppress(StopIteration):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import ON_NODES, ROUTES, SELECTED, WIRES, everywhere, gradients, in_turn, routes, simulate
 from oracle import BidirectionalTopK, DeepGradientCompression, bfloat16, shards_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_topk import simulate as simulator
 from lightning_topk.bucket import plan_bucket
@@ -376,7 +377,7 @@ def test_a_damaged_payload_between_nodes_names_the_rank_that_sent_it(monkeypatch
         cluster.step(gradients(6, 5000, 0))
 
 
-def failing(cluster: Cluster, gradients: list[torch.Tensor], at: int, used: torch.Tensor | None, scale) -> bool:
+def failing(cluster: Cluster, gradients: list[torch.Tensor], at: int, used: list[bool] | None, scale) -> bool:
     """Lets request number ``at`` of a step fail on all ranks; returns whether there was one."""
 
     def failing_at(path):
@@ -415,7 +416,7 @@ def test_a_request_that_fails_loses_at_most_the_steps_gradient(
     config = TopKConfig(ratio=0.05, topology=topology, bidirectional=bidirectional, **settings)
     sizes, world = (300, 40, 500), 4
     local = laws.LOCAL if topology in ("hierarchical", "dense") else 1
-    loss, used = None if scale is None else torch.tensor(scale), torch.tensor([True, True, False])
+    loss, used = None if scale is None else torch.tensor(scale), [True, True, False]
     reached = 0
     while True:
         cluster = Cluster(config, world, sum(sizes), dtype, local, sizes, uncompressed)
@@ -449,3 +450,41 @@ def test_an_error_of_a_selector_or_a_wire_loses_at_most_the_steps_gradient(topol
             with pytest.raises(KeyError):
                 next(exchange(end, g.clone(), cluster.plan.codecs(1, selector=end.uplink.selector), Step(1)))
     torch.testing.assert_close(laws.undelivered(cluster), before + torch.stack(computed).mean(0))
+
+
+class Copied(TorchDispatchMode):
+    """Counts the elements of the tensors that an exchange clones."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.clone.default:
+            self.elements += args[0].numel()
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_only_parameters_that_no_rank_used_are_set_aside(local):
+    """With find_unused_parameters=True, a pass that uses all costs its votes alone; so do parameters of other ranks."""
+    sizes, world, cloned = (3000, 700, 1001), 4, []
+    config = TopKConfig(saving=50, topology="sharded" if local == 1 else "hierarchical")
+    one = [[True, True, rank == 1] for rank in range(world)]
+    for uses in ([None] * world, [[True] * 3] * world, one, [[True, True, False]] * world):
+        cluster = Cluster(config, world, sum(sizes), local=local, sizes=sizes)
+        for step in range(4):
+            gradients = torch.randn(world, sum(sizes))
+            before = [[link.memory.tensors()["residual"].clone() for link in end.links] for end in cluster.endpoints]
+            several = [
+                exchange(end, g, cluster.plan.codecs(step, 0, end.uplink.selector), used=used if step == 3 else None)
+                for end, g, used in zip(cluster.endpoints, gradients, uses, strict=True)
+            ]
+            with Copied() as copied:
+                cluster.drive(several)
+        cloned.append(copied.elements)
+    places = [end.slices(2) for end in cluster.endpoints]
+    inside = sum(sizes[2] + sum(each.stop - each.start for each in slices) for slices in places)
+    assert cloned == [cloned[0]] * 3 + [cloned[0] + inside]
+    for end, slices, kept in zip(cluster.endpoints, places, before, strict=True):
+        for link, where, residual in zip(end.links, slices, kept, strict=True):
+            assert residual[where].any()
+            assert torch.equal(link.memory.tensors()["residual"][where], residual[where])

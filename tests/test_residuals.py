@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ranks import waiting
 from torch import Tensor, nn
 
-from lightning_topk.bucket import plan_bucket
+from lightning_topk.bucket import Bucket, plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.core.guards import exchange
@@ -45,6 +45,7 @@ class Ranks:
 
     def restart(self) -> None:
         self.residuals, self.before = [Residuals() for _ in range(self.world)], None
+        self.buckets = [{} for _ in self.residuals]
         for rank, residuals in enumerate(self.residuals):
             residuals.rank = rank
 
@@ -55,12 +56,13 @@ class Ranks:
         if before is not None:
             fade, self.before = faded(before, rate)
         for numbers in filter(None, (order[:cut], order[cut:])):
-            bucket, sizes = tuple(self.parameters[i] for i in numbers), [NUMELS[i] for i in numbers]
+            parameters, sizes = tuple(self.parameters[i] for i in numbers), [NUMELS[i] for i in numbers]
             gradients = [torch.randn(sum(sizes), dtype=torch.float64, generator=self.random) for _ in self.residuals]
             mean = torch.stack(gradients).mean(0)
-            plan = self.plans.setdefault((bucket, config), plan_bucket(config, sizes, self.world, self.local, 8))
+            plan = self.plans.setdefault((parameters, config), plan_bucket(config, sizes, self.world, self.local, 8))
             running = []
-            for residuals, g in zip(self.residuals, gradients, strict=True):
+            for residuals, buckets, g in zip(self.residuals, self.buckets, gradients, strict=True):
+                bucket = buckets.setdefault(parameters, Bucket(parameters))
                 end = residuals.endpoint(bucket, plan)
                 step = Step(self.passes, fade=residuals.fade(bucket, rates))
                 running.append(exchange(end, g, plan.codecs(selector=end.uplink.selector), step))
@@ -120,7 +122,7 @@ def test_a_parameter_that_leaves_its_bucket_takes_only_its_own_residual():
     """A new head replaces the old one while the old one's bucket is in use."""
     body, head, new = (nn.Parameter(torch.zeros(8)) for _ in range(3))
     config, residuals = TopKConfig(ratio=0.1), Residuals()
-    end = residuals.endpoint((body, head), plan_bucket(config, [8, 8], 2))
+    end = residuals.endpoint(Bucket((body, head)), plan_bucket(config, [8, 8], 2))
     end.uplink.memory.residual.fill_(1.0)
     end.downlink.memory.residual.fill_(3.0)  # this rank serves the body
 
@@ -134,7 +136,8 @@ def test_a_parameter_that_leaves_its_bucket_takes_only_its_own_residual():
 
 @pytest.mark.parametrize("new", [torch.ones(8, 8, 2, 2), torch.ones(8, 8, 3, 3).to(memory_format=torch.channels_last)])
 def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(new):
-    bucket = changed, kept = nn.Parameter(torch.zeros(8, 8, 3, 3)), nn.Parameter(torch.zeros(8))
+    bucket = Bucket((nn.Parameter(torch.zeros(8, 8, 3, 3)), nn.Parameter(torch.zeros(8))))
+    changed, kept = bucket
     config, residuals = TopKConfig(ratio=0.1), Residuals()
     end = residuals.endpoint(bucket, plan_bucket(config, [576, 8], 2))
     end.uplink.memory.residual.fill_(1.0)
@@ -151,7 +154,7 @@ def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(new)
 def test_shares_come_in_the_same_order_on_all_ranks():
     """Two threads make endpoints, in an order that depends on their timing, and each share is summed over the ranks."""
     parameters = [nn.Parameter(torch.zeros(numel)) for numel in NUMELS]
-    buckets = [tuple(parameters[2:]), tuple(parameters[:2])]
+    buckets = [Bucket(parameters[2:]), Bucket(parameters[:2])]
     orders = []
     for made in (buckets, buckets[::-1]):
         residuals = Residuals()
@@ -164,7 +167,9 @@ def test_shares_come_in_the_same_order_on_all_ranks():
 
 def test_the_energies_of_the_parameters_add_up_to_that_of_the_worker():
     parameters, residuals = [nn.Parameter(torch.zeros(numel)) for numel in NUMELS], Residuals()
-    residuals.endpoint(tuple(parameters), plan_bucket(TopKConfig(ratio=0.1), NUMELS, 2)).uplink.memory.residual.fill_(1)
+    residuals.endpoint(Bucket(parameters), plan_bucket(TopKConfig(ratio=0.1), NUMELS, 2)).uplink.memory.residual.fill_(
+        1
+    )
     torch.testing.assert_close(sum(residuals.worker_energies().values()), residuals.worker_energy())
 
 
@@ -173,7 +178,7 @@ def fades(*passes: tuple[float | None, ...]) -> list[float]:
 
     A group for each rate; the first pass is before the first step.
     """
-    bucket, residuals, found = tuple(nn.Parameter(torch.zeros(64)) for _ in passes[0]), Residuals(), []
+    bucket, residuals, found = Bucket(nn.Parameter(torch.zeros(64)) for _ in passes[0]), Residuals(), []
     plan = plan_bucket(TopKConfig(ratio=0.1), [64] * len(bucket), 2)
     residual = residuals.endpoint(bucket, plan).uplink.memory.residual.fill_(1.0)
     group_of = {p: number for number, p in enumerate(bucket)}

@@ -70,7 +70,8 @@ class TopKState(HookState):
         with suppress(AttributeError, TypeError):  # torch's private function; without it, densities change a little
             first = private._DEFAULT_FIRST_BUCKET_BYTES if model.bucket_bytes_cap_default else model.bucket_bytes_cap
             places, _ = private._compute_bucket_assignment_by_size([*trained], [first, model.bucket_bytes_cap])
-            self.buckets.plan_together([tuple(trained[place] for place in each) for each in reversed(places)])
+            buckets = [[trained[place] for place in each] for each in reversed(places)]
+            self.buckets.plan_together([*map(self.buckets.find, buckets)])
 
     def check_launch_order(self, model: DistributedDataParallel) -> None:
         """Names collectives of the backward pass that NCCL may start in another order than the exchange's."""
@@ -109,7 +110,7 @@ class TopKState(HookState):
             )
         used = None
         if self.used is not None:
-            used = torch.tensor([parameter in self.used for parameter in parameters])
+            used = [parameter in self.used for parameter in parameters]
             self.used.difference_update(parameters)
         if self._together and not buffer.is_sparse and not (index == 0 and last):
             done: Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -128,7 +129,7 @@ class TopKState(HookState):
         """Exchanges the buckets of this pass as one, and copies the result to their buffers."""
         bucket = tuple(parameter for part in self._waiting for parameter in part.parameters)
         buffers, used = [part.buffer for part in self._waiting], [part.used for part in self._waiting]
-        all_used = None if used[0] is None else torch.cat([each for each in used if each is not None])
+        all_used = None if used[0] is None else [each for part in used for each in part or ()]
         waiting, self._waiting, flat = self._waiting, [], torch.cat(buffers)
 
         def deliver() -> None:
@@ -186,7 +187,7 @@ class _Part(NamedTuple):
 
     parameters: "tuple[Tensor, ...]"
     buffer: Tensor
-    used: "Tensor | None"
+    used: "Sequence[bool] | None"
     done: Future
 
 

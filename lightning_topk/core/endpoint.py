@@ -128,20 +128,32 @@ class BucketPlan:
 
         ``voters`` is the number of parameters in the bucket if some may be unused; else None.
         """
+        return self._asked(self.codecs(step, epoch), voters)
+
+    def _asked(self, codecs: Codecs, voters: int | None) -> list[Request]:
         asked: list[Request] = []
         if voters is not None:
             asked.append(AllGather(placeholder(-(-voters // 8)), "uplink"))
-        asked += self.topology.requests(self, self.codecs(step, epoch))
+        asked += self.topology.requests(self, codecs)
         if self.uncompressed:
             asked.append(AllReduce(placeholder(self.uncompressed_numel * self.itemsize), "uplink"))
         return asked
 
     def volume(self, rank: int = 0, step: int = 0, epoch: int = 0, voters: int | None = None) -> Volume:
         """Predicts the bytes of a step."""
-        if not self.numel:
-            return Volume()  # nothing is exchanged
-        asked = self.requests(step, epoch, voters)
-        return sum((request_volume(each, rank, self.workers, self.local) for each in asked), self.dense_volume)
+        return self.volume_of(self.codecs(step, epoch), rank, voters) if self.numel else Volume()
+
+    def volume_of(self, codecs: Codecs, rank: int, voters: int | None) -> Volume:
+        """The bytes of an exchange with these codecs."""
+        key = codecs.uplink.k, codecs.reply.k, rank, voters
+        if key not in self._volumes:
+            asked = (request_volume(each, rank, self.workers, self.local) for each in self._asked(codecs, voters))
+            self._volumes[key] = sum(asked, self.dense_volume)
+        return self._volumes[key]
+
+    @cached_property
+    def _volumes(self) -> dict[tuple[int, int, int, int | None], Volume]:
+        return {}
 
     @cached_property
     def dense_volume(self) -> Volume:
@@ -227,6 +239,13 @@ class Endpoint:
         count = self.plan.parts.count
         mine = values.repeat_interleave((self.sizes + count - 1) // count, output_size=self.layout.numel)
         return [mine] if self.downlink is None else [mine, reference.shard_rows(mine, self.layout)[self.shard]]
+
+    def slices(self, number: int) -> list[slice]:
+        """Where a parameter of the bucket lies in the memory of each link."""
+        begin = sum(self.plan.parts.slices[:number])
+        mine = slice(begin, begin + self.plan.parts.slices[number])
+        served = slice(*(self.layout.count_before(end, self.shard) for end in (mine.start, mine.stop)))
+        return [mine] if self.downlink is None else [mine, served]
 
     def add_served(self, name: str, to: Tensor, times: float = 1.0) -> None:
         """Adds the server's memory ``name``, times a factor, to this rank's part of the bucket, ``[parts.numel]``."""

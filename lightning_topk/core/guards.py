@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -19,7 +19,9 @@ from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce
 
 
-def exchange(end: Endpoint, g: Tensor, codecs: Codecs, step: Step = FIRST, used: Tensor | None = None) -> Exchange:
+def exchange(
+    end: Endpoint, g: Tensor, codecs: Codecs, step: Step = FIRST, used: Sequence[bool] | None = None
+) -> Exchange:
     """Exchanges one bucket: replaces ``g`` by the mean that all ranks agree on.
 
     If the gradient is not finite on some rank, or overflows in the exchange, every rank sets the first element of each
@@ -27,17 +29,17 @@ def exchange(end: Endpoint, g: Tensor, codecs: Codecs, step: Step = FIRST, used:
 
     If a request fails, what this rank has sent last and nobody delivers returns to its residual.
 
-    ``g`` is ``[numel]``. ``used``, ``[parameters]`` bool on the CPU, are the parameters that this rank used; None if
-    none may be unused.
+    ``g`` is ``[numel]``. ``used`` says of each parameter whether this rank used it; None if none may be unused.
     """
     request = reply = unused = None
     try:
         if used is not None:
             # If no rank used a parameter, DDP keeps its old gradient and discards the hook's result: anything sent for
             # it would be lost. The ranks therefore first share one bit per parameter.
-            votes = yield AllGather(reference.pack_bits(ops.to_device(used, g.device).unsqueeze(0))[0], "uplink")
+            mine = ops.to_device(torch.tensor(used), g.device)
+            votes = yield AllGather(reference.pack_bits(mine.unsqueeze(0))[0], "uplink")
             unused = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
-        with _set_aside(end, g, unused, step.fade):
+        with _set_aside(end, g, unused, used or (), step.fade):
             path = _exchange_used(end, g, codecs, step)
             try:
                 while True:
@@ -58,24 +60,30 @@ def exchange(end: Endpoint, g: Tensor, codecs: Codecs, step: Step = FIRST, used:
 
 
 @contextmanager
-def _set_aside(end: Endpoint, g: Tensor, unused: Tensor | None, fade: float) -> Iterator[None]:
-    """Makes gradients and residuals of unused parameters ``[parameters]`` bool zero, and puts them back, faded."""
-    if unused is None:
-        yield
-        return
-    absent, held = unused.repeat_interleave(end.sizes, output_size=len(g)), []
-    aside = g.masked_fill(~absent, 0)
-    g.masked_fill_(absent, 0)
-    for link, mask in zip(end.links, end.spread(unused), strict=True):
-        for name, memory in link.memory.tensors().items():
-            held.append((memory, memory.masked_fill(~mask, 0), fade if name == "residual" else 1.0))
-            memory.masked_fill_(mask, 0)
+def _set_aside(end: Endpoint, g: Tensor, unused: Tensor | None, used: Sequence[bool], fade: float) -> Iterator[None]:
+    """Makes gradients and residuals of ``unused`` parameters ``[parameters]`` bool zero, and puts them back, faded.
+
+    They are among those that this rank has not ``used``; on a GPU the host knows no more.
+    """
+    held = list[tuple[Tensor, Tensor, Tensor, float]]()
+    for number in (number for number, here in enumerate(used) if not here):
+        assert unused is not None
+        absent = unused[number]
+        if ops.on_cpu(g) and not absent:  # another rank used it
+            continue
+        begin, size = sum(end.plan.parts.sizes[:number]), end.plan.parts.sizes[number]
+        parts = [(g[begin : begin + size], 1.0)]
+        for link, its in zip(end.links, end.slices(number), strict=True):
+            tensors = link.memory.tensors()
+            parts += [(memory[its], fade if name == "residual" else 1.0) for name, memory in tensors.items()]
+        for part, factor in parts:
+            held.append((part, part.clone(), absent, factor))
+            part.masked_fill_(absent, 0)
     try:
         yield
     finally:
-        for memory, unsent, factor in held:
-            memory.add_(unsent, alpha=factor)
-    g.copy_(torch.where(absent, aside, g))
+        for part, before, absent, factor in held:
+            part.copy_(torch.where(absent, before * factor, part))
 
 
 def _exchange_used(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:

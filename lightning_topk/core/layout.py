@@ -51,6 +51,11 @@ class Layout:
         last = min(self.block, self.numel - (self.rounds - 1) * self.block * self.shards)
         return (self.rounds - 1) * self.block + last
 
+    def count_before(self, index: int, shard: int) -> int:
+        """Number of elements of a shard before the ``index``-th of the bucket."""
+        turns, rest = divmod(index, self.shards * self.block)
+        return turns * self.block + min(max(rest - shard * self.block, 0), self.block)
+
     def k_per_shard(self, k: int) -> int:
         """Entries that each shard sends if the bucket sends ``k``: an equal share, rounded up.
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,23 @@ def rate_of(group: Mapping[str, object]) -> float | None:
     return float(rate) if isinstance(rate, int | float) and 0 <= rate < math.inf else None
 
 
+@dataclass
+class _OfBucket:
+    """What is known of a bucket's clipping.
+
+    Attributes:
+        number_of: The numbers of all parameters' limits; with others, it begins again.
+        number: The number of its limit, or ``[parameters]`` int64, that of each of its parameters'.
+        energies: ``[2, limits]``, running means: as entered, and as delivered.
+        slopes: ``[limits]``, of limits of 1.
+    """
+
+    number_of: Mapping[Tensor, int]
+    number: int | Tensor
+    energies: Tensor | None = None
+    slopes: Tensor | None = None
+
+
 class Clipping:
     """The user's clipping for each bucket, as :class:`.Clip`. Norms and energies stay on the device.
 
@@ -82,10 +100,7 @@ class Clipping:
 
     def _reset(self) -> None:
         self._inverses: Tensor | None = None  # [limits], of the limits
-        self._limit_of: dict[Bucket, int | Tensor] = {}  # the number of a bucket's limit, or of each of its parameters'
-        self._energies: dict[Bucket, Tensor] = {}  # [2, limits], running means: as entered, and as delivered
         self._folded: tuple[Sequence[Bucket], Tensor, Tensor] | None = None  # the last pass
-        self._slopes: dict[Bucket, Tensor] = {}  # [limits], of limits of 1
         self._seen: dict[int, Tensor] = {}  # by number of a limit, see `note`
         self._changed: Tensor | float = 1.0  # [limits], the factor by which the user changes gradients before clipping
 
@@ -107,21 +122,21 @@ class Clipping:
     @torch.no_grad()
     def fold(self, buckets: Sequence[Bucket], norms: Sequence[Tensor]) -> None:
         """Takes the norms ``[2, limits]`` of all buckets of a pass, see :class:`.Outcome`."""
-        if not self._limit_of.keys() >= {*buckets}:
+        known = [bucket.clipping for bucket in buckets]
+        if any(each is None or each.number_of is not self._number_of for each in known):
             return  # of limits before these
         count, every = len(self.limits), []
-        for bucket, both in zip(buckets, norms, strict=True):
-            found, number = both, self._limit_of[bucket]
-            if isinstance(number, int) and count > 1:
-                found = torch.nn.functional.pad(found, (number, count - 1 - number))
-            every.append(found)
+        for each, found in zip(known, norms, strict=True):
+            alone = isinstance(each.number, int) and count > 1
+            every.append(torch.nn.functional.pad(found, (each.number, count - 1 - each.number)) if alone else found)
         squares = torch.stack(every).square()
         none = torch.zeros_like(squares[0])
-        known = [self._energies.get(bucket, none) for bucket in buckets]
-        ops.use_here(*known)
-        before = torch.stack(known)
+        energies = [none if each.energies is None else each.energies for each in known]
+        ops.use_here(*energies)
+        before = torch.stack(energies)
         means = torch.where(squares.isfinite().all(), MEMORY * before + (1 - MEMORY) * squares, before)
-        self._energies.update(zip(buckets, means, strict=True))
+        for each, mean in zip(known, means, strict=True):
+            each.energies = mean
         self._folded = buckets, means, squares[:, 1]
 
     @torch.no_grad()
@@ -142,19 +157,21 @@ class Clipping:
             changed, self._seen = seen / last.sqrt(), {}
             self._changed = torch.where(changed.isfinite() & (changed > 0), changed, self._changed)
         slopes = (total / entered).sqrt().nan_to_num(1.0, posinf=1.0) * self._changed
-        self._slopes.update(zip(buckets, slopes, strict=True))
+        for bucket, slope in zip(buckets, slopes, strict=True):
+            bucket.clipping.slopes = slope
 
     def of(self, bucket: Bucket, device: torch.device) -> Clip | None:
         """The clipping of a bucket's gradient in this pass; None if none was told."""
         if not self.limits:
             return None
-        if bucket not in self._limit_of:
+        known: _OfBucket | None = bucket.clipping
+        if known is None or known.number_of is not self._number_of:
             numbers = [self._number_of.get(p, len(self.limits) - 1) for p in bucket]
-            several = ops.to_device(torch.tensor(numbers), device)
-            self._limit_of[bucket] = numbers[0] if len({*numbers}) == 1 else several
+            number = numbers[0] if len({*numbers}) == 1 else ops.to_device(torch.tensor(numbers), device)
+            known = bucket.clipping = _OfBucket(self._number_of, number)
         if self._inverses is None:
             self._inverses = ops.to_device(torch.tensor([1 / limit for limit in self.limits]), device)
-        slopes, number = self._slopes.get(bucket), self._limit_of[bucket]
+        slopes, number = known.slopes, known.number
         if slopes is None:
             slopes = ops.to_device(torch.tensor(self._by_size(bucket)), device)
         slopes = slopes * self._inverses

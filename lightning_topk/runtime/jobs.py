@@ -8,7 +8,7 @@ the side that submits jobs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ from lightning_topk.bucket import Bucket
 from lightning_topk.core import guards
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.link import Clip, Step
-from lightning_topk.core.requests import request_volume
 from lightning_topk.runtime import collectives, shares
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.runtime.messages import LOGGER
@@ -33,7 +32,7 @@ class Job:
     Attributes:
         gradient: The gradient, of any shape; overwritten.
         name: Name in error messages.
-        used: ``[parameters]`` bool, which parameters of the bucket this rank used; None if all.
+        used: Of each parameter of the bucket, whether this rank used it; None if it used all.
         clip: The user's clipping; None if nothing was told.
         place: Index of its record in those of its pass; an empty gradient has none.
     """
@@ -42,7 +41,7 @@ class Job:
     bucket: Bucket
     plan: BucketPlan
     name: str
-    used: Tensor | None
+    used: Sequence[bool] | None
     clip: Clip | None
     of: Pass
     place: int
@@ -70,7 +69,7 @@ class Job:
             ) from error
 
     def _exchange(self, g: Tensor, groups: Groups, wait: Callable[[dist.Work], None] | None) -> None:
-        """Exchanges ``g`` ``[numel]`` and keeps the record: performs the exchange's requests, and counts their bytes.
+        """Exchanges ``g`` ``[numel]`` and keeps the record: performs the exchange's requests, whose bytes the plan has.
 
         The DEBUG log gets a line before each collective: after a timeout, NCCL's watchdog ends the process and names
         only the group, the collective and its size.
@@ -80,13 +79,12 @@ class Job:
         rank, world, local = groups.rank, groups.world, groups.local
         end = now.residuals.endpoint(self.bucket, plan)
         fade = 1.0 if now.rates is None else now.residuals.fade(self.bucket, now.rates)
-        codecs, sent, reply = plan.codecs(now.step, now.epoch, end.uplink.selector), plan.dense_volume, None
+        codecs, reply = plan.codecs(now.step, now.epoch, end.uplink.selector), None
         step = Step(now.step, now.scale, now.measure, fade, self.clip)
         exchange = guards.exchange(end, g, codecs, step, self.used)
         try:
             while True:
                 request = exchange.send(reply)
-                sent += request_volume(request, rank, world, local)
                 if LOGGER.isEnabledFor(logging.DEBUG):
                     what = type(request).__name__, request.payload.numel(), request.among, request.direction
                     where = rank, world, now.step, self.name  # not the job, which a record of the log would keep
@@ -97,6 +95,7 @@ class Job:
             outcome = stopped.value
         finally:
             exchange.close()  # of one that failed, at once: what was not delivered returns to the residuals
+        sent = plan.volume_of(codecs, rank, None if self.used is None else len(self.used))
         k = codecs.uplink.k * plan.layout.shards + plan.uncompressed_numel // plan.parts.count
         ended = mark(g.device) if now.timed else None
         energy = None

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from lightning_topk.bucket import TOLERANCE, Bucket, Buckets, TooLargeError
 from lightning_topk.config import TopKConfig
@@ -117,10 +118,10 @@ def saving_warnings(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) 
 
 def _together(settings: Buckets, buckets: Sequence[Bucket]) -> Volume:
     """The bytes of a step that exchanges one bucket of each dtype; empty if one would be too large."""
-    by_dtype: dict[torch.dtype, Bucket] = {}
+    by_dtype: dict[torch.dtype, tuple[Tensor, ...]] = {}
     for bucket in buckets:
         by_dtype[bucket[0].dtype] = by_dtype.get(bucket[0].dtype, ()) + bucket
     try:
-        return sum((plan.volume() for plan in settings.planned([*by_dtype.values()])), Volume())
+        return sum((plan.volume() for plan in settings.planned([*map(Bucket, by_dtype.values())])), Volume())
     except TooLargeError:
         return Volume()

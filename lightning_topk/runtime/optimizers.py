@@ -124,6 +124,7 @@ class Optimizers(Watch):
         self.adapted: Collection[Tensor] = ()
         """Parameters that the last pass compressed, or will compress if it has not ended."""
         self._groups: list[list[int]] = []  # ids of the parameters in each group of the watched optimizers
+        self._members: Collection[Tensor] = ()  # that the buckets may compress; `compressed` are theirs
         self.renewed = False
         """Whether they were replaced or got parameters; the adapter that reads it resets it."""
         self._elsewhere: set[str] = set()  # parameters that only other ranks' optimizers had at attach
@@ -284,20 +285,23 @@ class Optimizers(Watch):
 
         Returns them.
         """
-        now, compressed = self._now(), frozenset(self._held_by_optimizers(self._buckets.compressed))
-        check_optimizers(self._config, now)  # also known ones: checkpoints and schedulers set momentum
-        self.compressed = compressed
+        now, members = self._now(), self._buckets.compressed
+        if members is not self._members:
+            self._members, self.compressed = members, frozenset(self._held_by_optimizers(members))
+        groups = [[*map(id, group["params"])] for each in now for group in each.param_groups]
+        same = [*map(id, now)] == [id(each.optimizer()) for each in self.watched] and groups == self._groups
+        if self._config.momentum or not same:
+            check_optimizers(self._config, now)  # also known ones: checkpoints and schedulers set momentum
         if isinstance(self._max_norm, Sequence) and now and len(now) != len(self._max_norm):
             raise ValueError(
                 f"max_norm={self._max_norm!r} must have one norm for each of {len(now)} optimizers, or be one number, "
                 "the norm to which the gradients of all are clipped together."
             )
-        groups = [[*map(id, group["params"])] for each in now for group in each.param_groups]
-        if [*map(id, now)] == [id(each.optimizer()) for each in self.watched] and groups == self._groups:
+        if same:
             return now
         AdaptedMomentum.release(self)
         if self._config.adapts_momentum:
-            ours = [each for each in now if not compressed.isdisjoint(all_parameters(each))]
+            ours = [each for each in now if not frozenset(self.compressed).isdisjoint(all_parameters(each))]
             notes, warnings = adapt_momentum(ours, self)
             self._say.note(*notes)
             self._say(*warnings)
@@ -305,7 +309,7 @@ class Optimizers(Watch):
         self._groups, self.renewed = groups, True
         self._find_groups(now)
         if now and self._config.compresses:
-            self._warn_of_idle(self.updated(), compressed)
+            self._warn_of_idle(self.updated(), self.compressed)
         return now
 
     @override

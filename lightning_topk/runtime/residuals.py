@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_topk.bucket import Bucket
 from lightning_topk.core import ops
 from lightning_topk.core.endpoint import BucketPlan, Endpoint
 from lightning_topk.core.layout import NodeShards
@@ -58,6 +59,17 @@ def by_memory(flat: Tensor, form: Form) -> Tensor:
 
 
 @dataclass
+class _Alike:
+    """Parameters of a bucket that are in the same group, ``None`` for no group, and whose rates were always the same.
+
+    ``rate`` is that at which their memories count; None before the step that follows the first exchange.
+    """
+
+    group: int | None = None
+    rate: float | None = None
+
+
+@dataclass
 class _Kept:
     """What a rank keeps of one parameter.
 
@@ -67,14 +79,14 @@ class _Kept:
             of it. They are views of an endpoint's memory, while the parameter has an endpoint.
         count: Slices of the parameter among the ranks of a node; this rank holds slice ``rank % count``.
         loaded: Whether every rank has the memories in full, from a checkpoint.
-        rate: The learning rate at which they count; None before the step that follows the first exchange.
+        alike: Those that count at the same rate.
     """
 
     form: Form
     parts: dict[str, Tensor] = field(default_factory=dict)
     count: int = 1
     loaded: bool = False
-    rate: float | None = None
+    alike: _Alike = field(default_factory=_Alike)
 
     def is_zero(self) -> bool:
         """Whether nothing is left to deliver. Waits for the device."""
@@ -100,56 +112,70 @@ class Residuals:
         self.state: Any = None
         """The state that uses them, or the last one that did."""
         self._kept: dict[Tensor, _Kept] = {}
-        self._live: dict[tuple[Tensor, ...], Endpoint] = {}
+        self._live: list[Bucket] = []  # those with an endpoint
         self._dropped = Counter[str]()  # parameters whose residuals were dropped since the last warning, by reason
 
     # -------------------------------------------------------------------------------- endpoints
 
-    def endpoint(self, parameters: tuple[Tensor, ...], plan: BucketPlan) -> Endpoint:
+    def endpoint(self, bucket: Bucket, plan: BucketPlan) -> Endpoint:
         """Returns the endpoint for the next exchange of a bucket, with the memories of its parameters."""
-        end = self._live.get(parameters)
+        end = bucket.endpoint
         if end is None or end.plan is not plan:
-            self.drop_endpoints(set(parameters))
-            end = plan.endpoint(self.rank, parameters[0].dtype, parameters[0].device)
-            self._fill(end, parameters)
-            self._live[parameters] = end
+            self.drop_endpoints(set(bucket))
+            end = plan.endpoint(self.rank, bucket[0].dtype, bucket[0].device)
+            self._fill(end, bucket)
+            bucket.endpoint = end
+            self._live.append(bucket)
         return end
 
-    def fade(self, parameters: tuple[Tensor, ...], rates: Rates) -> float:
+    def fade(self, bucket: Bucket, rates: Rates) -> float:
         """The factor of what waits of a bucket in this pass, before its gradient is added.
 
         Parameter groups may need different ones. While they differ by less than ``FALL``, the largest is that of all,
         and the others make up for it later; else the memories of each take their own now.
         """
-        end, several = self._live[parameters], [self._kept[p] for p in parameters]
-        known: dict[tuple[int | None, float | None], tuple[float, float | None]] = {}
-        found = []
-        for p, kept in zip(parameters, several, strict=True):
-            alike = rates.group_of.get(p), kept.rate
-            if alike not in known:
-                known[alike] = rates.faded(*alike)
-            found.append(known[alike])
+        if bucket.alike is None or bucket.alike[0] is not rates.group_of:
+            bucket.alike = rates.group_of, self._alike(bucket, rates)
+        end, several = bucket.endpoint, bucket.alike[1]
+        assert end is not None
+        found = [rates.faded(each.group, each.rate) for each in several]
         factors = [factor for factor, _ in found]
         most = max(factors)
         apart = min(factors) < FALL * most
-        for kept, (factor, now) in zip(several, found, strict=True):
-            kept.rate = now if apart or now is None or factor == most else now * factor / most
+        for each, (factor, now) in zip(several, found, strict=True):
+            each.rate = now if apart or now is None or factor == most else now * factor / most
         if not apart:
             return most
-        spread = end.spread(ops.to_device(torch.tensor(factors), end.sizes.device))
+        places = [several.index(self._kept[p].alike) for p in bucket]
+        spread = end.spread(ops.to_device(torch.tensor([factors[place] for place in places]), end.sizes.device))
         for link, each in zip(end.links, spread, strict=True):
             if (residual := link.memory.tensors().get("residual")) is not None:
                 residual.mul_(each)
         return 1.0
 
+    def _alike(self, bucket: Bucket, rates: Rates) -> list[_Alike]:
+        """Finds the parameters of a bucket that count at the same rate now, and in each later pass."""
+        found: dict[tuple[int | None, float | None], _Alike] = {}
+        for p in bucket:
+            kept = self._kept[p]
+            key = rates.group_of.get(p), kept.alike.rate
+            kept.alike = found.setdefault(key, _Alike(*key))
+        return [*found.values()]
+
     def drop_endpoints(self, parameters: set[Tensor]) -> None:
         """Drops the endpoints that hold any of these parameters; their next exchange creates new ones."""
         for bucket in [bucket for bucket in self._live if not parameters.isdisjoint(bucket)]:
-            end = self._live.pop(bucket)
+            end = bucket.endpoint
+            assert end is not None
+            self._forget_endpoint(bucket)
             for link in end.links:
                 ops.use_here(*link.memory.tensors().values())
             for name, worker in end.uplink.memory.tensors().items():  # the parameters have views of it
                 end.add_served(name, worker, end.plan.world)
+
+    def _forget_endpoint(self, bucket: Bucket) -> None:
+        self._live.remove(bucket)
+        bucket.endpoint = bucket.alike = None
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
         """Moves the memories of the parameters into their new endpoint; drops those that it does not keep."""
@@ -205,7 +231,8 @@ class Residuals:
 
     def restore(self, memories: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Replaces all memories by a checkpoint's ``[numel]``: the mean over the workers, on every rank."""
-        self._live.clear()
+        for bucket in [*self._live]:
+            self._forget_endpoint(bucket)
         self._kept = {p: _Kept(form_of(p), dict(parts), loaded=True) for p, parts in memories.items()}
 
     def _forget_changed(self, parameters: Iterable[Tensor]) -> None:
@@ -238,7 +265,7 @@ class Residuals:
         its bucket. All shares of a dtype are made in the same memory, one bucket's, on the device.
         """
         rest = {parameter: number for number, parameter in enumerate(parameters)}
-        live = [(bucket, end) for bucket, end in self._live.items() if not rest.keys().isdisjoint(bucket)]
+        live = [(each, each.endpoint) for each in self._live if each.endpoint and not rest.keys().isdisjoint(each)]
         # The order in which lanes made them may differ by rank.
         live.sort(key=lambda each: min(rest[p] for p in each[0] if p in rest))
         for bucket, _ in live:
@@ -291,9 +318,8 @@ class Residuals:
         Its mean over the ranks is the mean over the workers, even if the ranks of a node are one worker.
         """
         energy = torch.zeros((), dtype=torch.float64)
-        for end in self._live.values():
-            kept = end.uplink.memory.tensors().get("residual")
-            if kept is not None:
+        for end in (bucket.endpoint for bucket in self._live):
+            if end is not None and (kept := end.uplink.memory.tensors().get("residual")) is not None:
                 energy += end.plan.parts.count * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()
         return energy
 

@@ -163,13 +163,15 @@ class HookState:
             self.buckets.share(dict(zip(plans, weights, strict=True)))
             messages.LOGGER.debug("the buckets' shares of the bytes, over their mean: %s", weights)
 
-    def exchange(self, bucket: Bucket, gradient: Tensor, name: str, used: Tensor | None = None) -> Future:
+    def exchange(
+        self, parameters: Sequence[Tensor], gradient: Tensor, name: str, used: Sequence[bool] | None = None
+    ) -> Future:
         """Queues the exchange of a bucket's gradient in this pass.
 
         ``gradient`` ``[numel]`` is overwritten with the mean of all ranks, the future's result. ``used``
-        ``[parameters]`` bool says which parameters this rank used; None if all. Errors have the ``name``.
+        says of each parameter whether this rank used it; None if it used all. Errors have the ``name``.
         """
-        lane, now = self.lane(gradient.device), self._begun("exchange")
+        lane, now, bucket = self.lane(gradient.device), self._begun("exchange"), self.buckets.find(parameters)
         now.buckets.append(bucket)
         now.records += [None] * (gradient.numel() > 0)  # an empty one is not exchanged
         plan = self.buckets.plan_of(bucket)
@@ -193,7 +195,7 @@ class HookState:
         now, self.current = self._begun("end_pass"), None
         buckets = now.buckets
         now.ended, now.ready = True, ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
-        same = [[*map(id, bucket)] for bucket in buckets] == [[*map(id, bucket)] for bucket in self.last_buckets]
+        same = tuple(buckets) == self.last_buckets
         self._unchanged = self._unchanged + 1 if same else 0
         self.shares.end_pass(same)
         if not same:
@@ -202,7 +204,7 @@ class HookState:
         self.optimizers.end_pass()
         self.optimizers.clips = now.clips
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
-        if not (same and self.buckets.together) and (changed := self.buckets.plan_together(buckets)):
+        if changed := self.buckets.plan_together(buckets):
             messages.LOGGER.debug("the density of %d of %d buckets has changed", changed, len(buckets))
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
             self._say(*messages.saving_warnings(self.buckets, buckets, self.predicted()))

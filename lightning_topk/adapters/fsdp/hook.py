@@ -90,7 +90,7 @@ class ShardState(HookState):
         ``g`` ``[elements]`` is the mean over the node, and becomes the mean that all replicas agree on. After
         ``set_requires_all_reduce(False)`` it is kept for the next exchange, as with HSDP.
         """
-        bucket = group.bucket(g)
+        bucket = self.buckets.find(group.bucket(g))
         if g.is_cuda:
             g.record_stream(torch.cuda.current_stream(g.device))  # torch 2.9 may free it while the hook's stream works
         if not group.exchanges:
@@ -242,7 +242,7 @@ def attach(
     state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)
     with on_failure(state.close), on_device(state.device):  # FSDP gathers parameters on the current device
         state.learn_names()
-        state.buckets.plan_together([tuple(group.trained) for group in groups if group.trained])
+        state.buckets.plan_together([state.buckets.find(group.trained) for group in groups if group.trained])
         state.open_groups().connect()
         state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups())
         same = {"the index of the shard": groups[0].ranks.index(dist.get_rank()), **described(names)}

@@ -79,7 +79,7 @@ class ParamGroup:
             self.watches += watch_gradients(parameter._unsharded_param, partial(_note, ref(self), ref(parameter)))
         self.module.reshard()
 
-    def bucket(self, g: Tensor) -> Bucket:
+    def bucket(self, g: Tensor) -> tuple[Tensor, ...]:
         """The parameters whose gradients a hook's tensor holds, in its order: all trained ones, or those that got one.
 
         ``g`` ``[elements]`` is this rank's shard of the gradient. Refuses a size that fits neither.
