@@ -29,7 +29,7 @@ _adamw = partial(Optimizer, momentum=0.9, kind="AdamW", cosine=True, clip_norm=1
 EVERYONES = Optimizer(3e-3, 0.9, "AdamW 0.99", cosine=True, clip_norm=1.0, warmup=20, least=0.1)
 _sgd = partial(Optimizer, momentum=0.9, cosine=True, weight_decay=5e-4, warmup=100)
 WORKERS = 8
-OURS = tuple(f"saving {amount}" for amount in (10, 30, 50, 100, 150, 400))
+OURS = tuple(f"saving {amount}" for amount in (5, 10, 30, 50, 100, 150, 400))
 _diloco = tuple(f"DiLoCo {period} at {rate}" for period in (30, 100) for rate in (0.4, 0.7, 1.0))
 SYSTEMS = (
     *("dense", *OURS, "ratio 0.001", "saving 50 not adapted", "saving 50 preempted"),
