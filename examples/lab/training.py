@@ -22,6 +22,7 @@ from typing_extensions import override
 from lab.commands import need
 from lab.data import Data
 from lab.problems import PROBLEMS, Problem
+from lightning_topk.bucket import Bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.applied import Clipping, faded
 from lightning_topk.runtime.momentum import adapt_momentum
@@ -219,11 +220,10 @@ class Workers:
     ) -> None:
         self.cluster = Cluster(config, workers, numel, **options)
         self.sent_bytes = self.cluster.sent_bytes
-        self._bucket, self._clippings = (
-            (torch.empty(numel, device="meta"),),
-            [Clipping(workers) for _ in range(workers)],
-        )
-        numbers = dict.fromkeys(self._bucket, 0)
+        gradient = torch.empty(numel, device="meta")
+        self._clippings = [Clipping(workers) for _ in range(workers)]
+        self._buckets = [Bucket((gradient,)) for _ in range(workers)]
+        numbers = {gradient: 0}
         for each in self._clippings:
             each.tell([max_norm] if max_norm and self.cluster.plan.waits else (), numbers)
         self._rate: float | None = None  # at which what waits counts
@@ -233,11 +233,12 @@ class Workers:
         fade, self._rate = faded(rate if self._rate is None else self._rate, rate)
         for each in self._clippings:
             each.begin_pass()
-        clips = [each.of(self._bucket, gradients[0].device) for each in self._clippings]
+        mine = [*zip(self._clippings, self._buckets, strict=True)]
+        clips = [each.of(bucket, gradients[0].device) for each, bucket in mine]
         delivered = self.cluster.step(gradients, epoch, fade=fade, clips=clips)
-        for each, outcome in zip(self._clippings, self.cluster.outcomes, strict=True):
+        for (each, bucket), outcome in zip(mine, self.cluster.outcomes, strict=True):
             if outcome.norms is not None:
-                each.fold([self._bucket], [outcome.norms])
+                each.fold([bucket], [outcome.norms])
         return delivered
 
 

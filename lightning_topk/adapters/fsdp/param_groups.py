@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_topk.adapters.checks import watch_gradients
-from lightning_topk.bucket import Bucket, names_of
+from lightning_topk.bucket import names_of
 from lightning_topk.runtime.state import HookState
 
 
@@ -51,7 +51,7 @@ class ParamGroup:
         self.device: torch.device = group.device  # on which gradients are reduced
         self.stream: torch.cuda.Stream | None = None  # on a GPU, on which the last gradient was computed
         self._used: set[Any] = set()  # parameters with a gradient that is not reduced yet
-        self._waiting: tuple[Bucket, Tensor | None] = (), None  # accumulated in this pass, instead of an exchange
+        self._waiting: tuple[tuple[Tensor, ...], Tensor | None] = (), None  # accumulated, not exchanged
         self._without: list[DTensor] = []  # sharded parameters whose gradients are zeros in its place, and were None
         self.watches: list[RemovableHandle] = []  # to remove when the state is closed
 
@@ -105,7 +105,7 @@ class ParamGroup:
         """Whether gradients are exchanged now: not after ``set_requires_all_reduce(False)``."""
         return bool(self._group.all_reduce_grads)
 
-    def accumulate_(self, bucket: Bucket, g: Tensor) -> None:
+    def accumulate_(self, bucket: tuple[Tensor, ...], g: Tensor) -> None:
         """Keeps a gradient that is not exchanged, added to those before, and gives FSDP zeros in its place."""
         self.add_accumulated_(bucket, g)
         self._waiting = bucket, g.clone()
@@ -113,7 +113,7 @@ class ParamGroup:
         self._without = [parameter for parameter in sharded if parameter.grad is None]
         g.zero_()
 
-    def add_accumulated_(self, bucket: Bucket, g: Tensor) -> None:
+    def add_accumulated_(self, bucket: tuple[Tensor, ...], g: Tensor) -> None:
         """Adds the gradients of earlier passes that were not exchanged to this one."""
         earlier = self._group._partial_reduce_output  # FSDP forgets it when the hook has returned
         if earlier is None:
