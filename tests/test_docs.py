@@ -344,9 +344,16 @@ def traced() -> Iterator[set[str]]:
 @pytest.mark.skipif(fast(torch.device("cpu")) is None, reason="the list names the files of numba's version")
 @on_ranks(2)
 def test_the_ways_of_a_gradient_and_of_a_residual_name_the_files_that_run(rank, world):
-    net = nn.Sequential(*[nn.Linear(300, 300) for _ in range(3)])
-    optimizer = torch.optim.AdamW(net.parameters())
-    model, state = attached(net, {"bucket_cap_mb": 0.5}, saving=50, optimizer=optimizer)
+    def made():
+        net = nn.Sequential(*[nn.Linear(300, 300) for _ in range(3)])
+        optimizer = torch.optim.AdamW(net.parameters())
+        return optimizer, *attached(net, {"bucket_cap_mb": 0.5}, saving=50, optimizer=optimizer)
+
+    optimizer, model, _ = made()  # compiles: numba takes minutes while functions are traced
+    for number in range(2):
+        model(batch(rank, number, 300)).square().mean().backward()
+        optimizer.step()
+    optimizer, model, state = made()
     with traced() as step:  # the lane starts its thread here
         for number in range(4):
             step.clear()  # the files of the last one remain
