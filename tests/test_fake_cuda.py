@@ -21,12 +21,13 @@ from streams import Kernel, replace_kernels, reply_to
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_topk.bucket import plan_bucket
+from lightning_topk.bucket import Bucket, plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import guards, ops
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.link import NOTHING, Clip, Measure, Step
 from lightning_topk.core.ops import reference
+from lightning_topk.runtime.applied import Clipping
 from lightning_topk.runtime.momentum import adapt_momentum
 from lightning_topk.systems import presets
 
@@ -260,3 +261,19 @@ def test_copies_and_waits_are_detected(fake, monkeypatch):
     waits = mock.patch.object(reference, "is_finite", lambda x: torch.tensor(bool(x.sum())))
     with waits, pytest.raises(DataDependentOutputException):
         copies_of(TopKConfig(0.01))
+
+
+@pytest.mark.parametrize("limits", [[1.0], [1.0, 2.0]])
+def test_the_norm_of_offloaded_gradients_meets_those_of_the_exchange(fake, monkeypatch, limits):
+    """With FSDP2's CPUOffloadPolicy, the user clips gradients on the CPU that a GPU exchanged."""
+    monkeypatch.setattr(ops, "use_here", lambda *_: None)  # there is no stream
+    bucket = Bucket([torch.nn.Parameter(torch.empty(8, device=CUDA))])
+    clipping = Clipping(2)
+    clipping.tell(limits, dict.fromkeys(bucket, 0))
+    for _ in range(2):
+        clipping.begin_pass()
+        clip = clipping.of(bucket, CUDA)
+        assert clip.slopes.device.type == "cuda"
+        clipping.fold([bucket], [torch.ones(2, len(clip.slopes), device=CUDA)])
+        clipping.note(0, torch.ones(()))
+    clipping.begin_pass()

@@ -153,8 +153,10 @@ class Clipping:
             dist.all_reduce(sums, group=self._group)
         total, last = sums.unbind()
         if self._seen:
-            seen = torch.stack([self._seen.get(number, last[number].sqrt()) for number in range(len(last))])
-            changed, self._seen = seen / last.sqrt(), {}
+            seen = [self._seen.get(number, norm) for number, norm in enumerate(last.sqrt())]
+            # Offloaded gradients have their norm on the CPU.
+            changed = torch.stack([each.to(last.device, non_blocking=True) for each in seen]) / last.sqrt()
+            self._seen = {}
             self._changed = torch.where(changed.isfinite() & (changed > 0), changed, self._changed)
         slopes = (total / entered).sqrt().nan_to_num(1.0, posinf=1.0) * self._changed
         for bucket, slope in zip(buckets, slopes, strict=True):
