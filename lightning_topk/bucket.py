@@ -52,7 +52,7 @@ class Bucket(tuple[Tensor, ...]):
     weight: float = 0.0  # of its bytes, see `Buckets.share`; 0 if they were not shared out
     endpoint: Endpoint | None = None  # of `runtime.residuals`, which alone sets it
     alike: Any = None  # see `Residuals.fade`; as long as the endpoint
-    clipping: Any = None  # of `runtime.applied.Clipping`, which alone sets it
+    clipping: Any = None  # of `optim.applied.Clipping`, which alone sets it
 
 
 BucketSizes = tuple[Sequence[int], int, Sequence[int], int]

@@ -16,7 +16,7 @@ from lightning_topk.core.endpoint import Codecs, Exchange, Outcome
 from lightning_topk.core.link import Clip
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import Request
-from lightning_topk.runtime.applied import faded
+from lightning_topk.optim.applied import faded
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 

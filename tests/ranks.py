@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_topk
-from lightning_topk.runtime.applied import FALL
+from lightning_topk.optim.applied import FALL
 from lightning_topk.runtime.residuals import Residuals
 
 

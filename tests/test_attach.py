@@ -132,8 +132,8 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
 
 
 STEPS = (
-    "runtime.groups._own_group", "runtime.messages.start_message",
-    "runtime.groups.Groups.connect", "runtime.optimizers.Optimizers.start", "adapters.{}.described",
+    "runtime.groups._own_group", "messages.start_message",
+    "runtime.groups.Groups.connect", "optim.optimizers.Optimizers.start", "adapters.{}.described",
 )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from lightning_topk.config import Settings, TopKConfig
 from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import RandK, SampledK, Selector
 from lightning_topk.core.wire import WIRES, WireName
-from lightning_topk.runtime.messages import saving_warnings, startup_warnings
+from lightning_topk.messages import saving_warnings, startup_warnings
 from lightning_topk.runtime.shares import FIRST, LEAST, Shares, energy
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster

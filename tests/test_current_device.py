@@ -27,10 +27,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainers import fit
 
 import lightning_topk
+from lightning_topk import consensus
 from lightning_topk.adapters.fsdp import hook
 from lightning_topk.adapters.lightning import model_parallel
 from lightning_topk.core import ops
-from lightning_topk.runtime import groups
 
 OBJECTS = [name for name in dir(c10d) if name.endswith(("_object", "_object_list")) and not name.startswith("_")]
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def asked_on_cpus() -> Iterator[list[Any]]:
         current.pop()
 
     with ExitStack() as patches:
-        for module in (groups, hook, model_parallel):
+        for module in (consensus, hook, model_parallel):
             patches.enter_context(mock.patch.object(module, "on_device", on_device))
         yield patches.enter_context(asked(lambda: current[-1]))
 

@@ -27,8 +27,8 @@ from lightning_topk.core import guards, ops
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.link import NOTHING, Clip, Measure, Step
 from lightning_topk.core.ops import reference
-from lightning_topk.runtime.applied import Clipping
-from lightning_topk.runtime.momentum import adapt_momentum
+from lightning_topk.optim.applied import Clipping
+from lightning_topk.optim.momentum import adapt_momentum
 from lightning_topk.systems import presets
 
 CUDA = torch.device("cuda", 0)

@@ -36,8 +36,8 @@ from lightning_topk.core.layout import Layout
 from lightning_topk.core.link import deliver
 from lightning_topk.core.ops import reference
 from lightning_topk.core.wire import WIRES, Codec
+from lightning_topk.optim.momentum import adapt_momentum
 from lightning_topk.runtime import collectives as drive
-from lightning_topk.runtime.momentum import adapt_momentum
 
 COUNT = torch.cuda.device_count()
 TWO, FOUR = (COUNT if COUNT > 1 else few for few in (2, 4))

@@ -15,6 +15,7 @@ PACKAGE = Path(lightning_topk.__file__).parent
 ADAPTERS = ["attach", "checks", "ddp", "fsdp", "lightning", "workarounds"]
 BELOW = ("checks", "workarounds", "ddp", "fsdp")
 SETTINGS = ["schedule", "config", "systems", "bucket"]
+TRAINING = ["volume", "messages", "consensus", "optim", "runtime"]
 MAY_IMPORT = {
     "schedule": [],
     "core": ["schedule"],
@@ -25,23 +26,26 @@ MAY_IMPORT = {
     "models": [],
     "plan": ["bucket", "config", "models", "volume"],
     "env": ["_version", "config"],
-    "bench": ["_version", "config", "env", "runtime", "volume", "models", "plan", "adapters.attach"],
+    "bench": ["_version", "config", "env", *TRAINING, "models", "plan", "adapters.attach"],
     "volume": ["core", *SETTINGS],
-    "runtime": ["core", *SETTINGS, "volume"],
+    "messages": ["core", *SETTINGS, "volume"],
+    "consensus": [],
+    "optim": ["core", *SETTINGS, "messages", "consensus"],
+    "runtime": ["core", *SETTINGS, "volume", "messages", "consensus", "optim"],
     "adapters": [],
     "adapters.checks": [],
     "adapters.workarounds": [],
-    "adapters.ddp": ["bucket", "config", "runtime", "adapters.checks"],
-    "adapters.fsdp": ["bucket", "config", "runtime", "volume", "adapters.checks"],
-    "adapters.attach": ["config", "volume", "runtime", "adapters.ddp", "adapters.fsdp"],
-    "adapters.lightning": ["core", *SETTINGS, "volume", "runtime", *(f"adapters.{name}" for name in BELOW)],
+    "adapters.ddp": ["bucket", "config", *TRAINING, "adapters.checks"],
+    "adapters.fsdp": ["bucket", "config", *TRAINING, "adapters.checks"],
+    "adapters.attach": ["config", *TRAINING, "adapters.ddp", "adapters.fsdp"],
+    "adapters.lightning": ["core", *SETTINGS, *TRAINING, *(f"adapters.{name}" for name in BELOW)],
 }
 """The wings that each wing may import, except ``__init__``, ``__main__`` and modules that only re-export public
 names."""
 PUBLIC_NAMES = ("fabric", "metrics", "select")
 """Modules that only re-export public names of another module."""
 PACKAGES = {
-    "torch.distributed": {"bench", "runtime", *(f"adapters.{name}" for name in ADAPTERS)},
+    "torch.distributed": {"bench", "consensus", "optim", "runtime", *(f"adapters.{name}" for name in ADAPTERS)},
     "lightning": {"adapters.lightning"},
     "pytorch_lightning": {"adapters.lightning"},
     "torchmetrics": {"adapters.lightning"},

@@ -28,7 +28,7 @@ from trainers import ELEMENTS, Gan, Module, Normed, fit
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy
 from lightning_topk.adapters.lightning import callback
 from lightning_topk.adapters.lightning.metrics import CompressionError, ExchangeVolume
-from lightning_topk.runtime.messages import sent_message
+from lightning_topk.messages import sent_message
 from lightning_topk.runtime.state import HookState
 from lightning_topk.volume import Volume, format_bytes, volume
 

@@ -18,8 +18,8 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 
 import lightning_topk
 from lab.papers import agreement
-from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, kept, rule_of
-from lightning_topk.runtime.optimizers import unwrapped
+from lightning_topk.optim.momentum import AdaptedMomentum, adapt_momentum, kept, rule_of
+from lightning_topk.optim.optimizers import unwrapped
 
 SIZE, STEPS = 64, 40
 

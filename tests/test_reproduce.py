@@ -13,7 +13,7 @@ from lab import data, problems, training
 from lab.bench import steps
 from lab.papers import at_size, deliveries, fine_tuning, lag, speedup
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum
+from lightning_topk.optim.momentum import AdaptedMomentum, adapt_momentum
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 

@@ -16,7 +16,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.core.guards import exchange
 from lightning_topk.core.link import Step
-from lightning_topk.runtime.applied import FALL, Rates, faded, rate_of
+from lightning_topk.optim.applied import FALL, Rates, faded, rate_of
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.simulate import Cluster
 

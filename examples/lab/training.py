@@ -24,8 +24,8 @@ from lab.data import Data
 from lab.problems import PROBLEMS, Problem
 from lightning_topk.bucket import Bucket
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.applied import Clipping, faded
-from lightning_topk.runtime.momentum import adapt_momentum
+from lightning_topk.optim.applied import Clipping, faded
+from lightning_topk.optim.momentum import adapt_momentum
 from lightning_topk.simulate import Cluster
 
 K = TypeVar("K", bound=Hashable)

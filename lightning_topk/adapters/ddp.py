@@ -24,10 +24,11 @@ from typing_extensions import override
 from lightning_topk.adapters.checks import check_ddp_options, check_parameters, described, watch_gradients
 from lightning_topk.bucket import all_names_of, names_of
 from lightning_topk.config import CPU_BUCKET_MB, TopKConfig
-from lightning_topk.runtime.groups import DESCRIPTION, check_agreement, on_failure, on_gpus
+from lightning_topk.consensus import check_agreement
+from lightning_topk.messages import WarnOnce
+from lightning_topk.optim.optimizers import GetOptimizers, getter
+from lightning_topk.runtime.groups import DESCRIPTION, on_failure, on_gpus
 from lightning_topk.runtime.lanes import Future
-from lightning_topk.runtime.messages import WarnOnce
-from lightning_topk.runtime.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.state import HookState
 
 _SAME = ("find_unused_parameters", "static_graph", "bucket_bytes_cap", "bucket_bytes_cap_default")
@@ -265,7 +266,7 @@ def attach(
         state.buckets.learn_names(names)
         state.open_groups().connect()
         state.residuals.keep_only(names)
-        state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups())
+        state.optimizers.start(optimizers is None or optimizers is not optimizer, state.device, state.open_groups().all)
         if model.find_unused_parameters and not model.static_graph:
             state.watch_use(names)
         state.check_launch_order(model)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from lightning_topk.bench.peers import Backward, Peer
-from lightning_topk.runtime.groups import gathered
+from lightning_topk.consensus import gathered
 
 TURN, LONGEST = 0.2, 5  # seconds that a turn should last; its steps at most: within a turn, nothing waits for a GPU
 FEWEST = 3  # turns that are timed even if the time is up

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.groups import every_rank
+from lightning_topk.consensus import every_rank
 from lightning_topk.runtime.residuals import Residuals, by_index, by_memory, form_of
 
 KEY = "lightning_topk"

@@ -1,11 +1,11 @@
-"""The process groups of a rank, and the checks that all ranks agree before they exchange gradients."""
+"""The process groups of a rank."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig, check_count
+from lightning_topk.consensus import check_agreement, gathered
 from lightning_topk.core import ops
 from lightning_topk.core.requests import Among
 
@@ -197,41 +198,6 @@ def on_failure(undo: Callable[[], Any]) -> Iterator[None]:
     except BaseException:
         undo()
         raise
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a model's GPU the current device, which is GPU 0 on every rank unless the user sets it."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def gathered(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gathers a picklable value from every rank. A collective: NCCL sends objects through ``device``, the model's."""
-    rows: list[Any] = [None] * dist.get_world_size(group)
-    with on_device(device):
-        dist.all_gather_object(rows, value, group=group)
-    return rows
-
-
-@contextmanager
-def every_rank(action: str, remedy: str = "") -> Iterator[None]:
-    """Explains the failure of a collective inside, in which some rank did not take part."""
-    try:
-        yield
-    except RuntimeError as error:
-        words = f"lightning_topk: {action} failed: some rank did not take part ({error}). {remedy}"
-        raise RuntimeError(words.rstrip()) from error
-
-
-def check_agreement(
-    mine: Mapping[str, Any], remedy: str, device: torch.device, group: dist.ProcessGroup | None = None
-) -> None:
-    """Checks that values are the same on every rank. A collective; if ranks differ, it raises on all of them."""
-    rows = gathered(dict(mine), device, group)
-    for rank, row in enumerate(rows):
-        for name in {**rows[0], **row}:
-            first, other = rows[0].get(name, "missing"), row.get(name, "missing")
-            if first != other:
-                raise ValueError(f"the ranks differ: {name} is {first} on rank 0 and {other} on rank {rank}. {remedy}")
 
 
 # ------------------------------------------------------------------------------------------------ agreement

@@ -19,9 +19,9 @@ from lightning_topk.bucket import Bucket
 from lightning_topk.core import guards
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.link import Clip, Step
+from lightning_topk.messages import LOGGER
 from lightning_topk.runtime import collectives, shares
 from lightning_topk.runtime.groups import Groups
-from lightning_topk.runtime.messages import LOGGER
 from lightning_topk.runtime.passes import Pass, Record, mark
 
 

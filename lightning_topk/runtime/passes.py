@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_topk.bucket import Bucket
 from lightning_topk.core.endpoint import BucketPlan, Outcome
 from lightning_topk.core.link import NOTHING, Measure
-from lightning_topk.runtime.applied import Rates
+from lightning_topk.optim.applied import Rates
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.volume import Volume
 

@@ -25,7 +25,7 @@ from lightning_topk.core import ops
 from lightning_topk.core.endpoint import BucketPlan, Endpoint
 from lightning_topk.core.layout import NodeShards
 from lightning_topk.core.ops import reference
-from lightning_topk.runtime.applied import FALL, Rates
+from lightning_topk.optim.applied import FALL, Rates
 
 TOGETHER = 1 << 21
 """Elements of memories that are collected together for a checkpoint, if they are in no bucket."""

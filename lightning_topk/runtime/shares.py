@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.bucket import Bucket
-from lightning_topk.runtime.groups import gathered
+from lightning_topk.consensus import gathered
 from lightning_topk.runtime.passes import Record
 
 FIRST, LAST = 8, 1024

@@ -17,15 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_topk import messages
 from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import TopKConfig, check_function
+from lightning_topk.consensus import check_agreement, every_rank, gathered
 from lightning_topk.core.link import Measure
-from lightning_topk.runtime import checkpoint, messages
-from lightning_topk.runtime.applied import Clipping
-from lightning_topk.runtime.groups import Groups, check_agreement, connect, every_rank, gathered, on_failure
+from lightning_topk.optim.applied import Clipping
+from lightning_topk.optim.optimizers import MaxNorm, Optimizers, check_max_norm
+from lightning_topk.runtime import checkpoint
+from lightning_topk.runtime.groups import Groups, connect, on_failure
 from lightning_topk.runtime.jobs import Job
 from lightning_topk.runtime.lanes import Future, StreamLane, ThreadLane
-from lightning_topk.runtime.optimizers import MaxNorm, Optimizers, check_max_norm
 from lightning_topk.runtime.passes import Pass, mark
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.shares import Shares

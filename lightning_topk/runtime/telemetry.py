@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.core import ops
-from lightning_topk.runtime.applied import Clipping
+from lightning_topk.optim.applied import Clipping
 from lightning_topk.runtime.passes import Mark, Pass, Record, seconds
 from lightning_topk.runtime.shares import Shares
 from lightning_topk.volume import Volume

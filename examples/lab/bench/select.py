@@ -17,7 +17,7 @@ from lab.report import Result
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import SAVING, TopKConfig
 from lightning_topk.core.link import aggregate, deliver
-from lightning_topk.runtime.momentum import adapt_momentum
+from lightning_topk.optim.momentum import adapt_momentum
 
 A_THOUSANDTH = TopKConfig(ratio=0.001, wire="bf16")
 AN_EIGHTH = TopKConfig(ratio=0.12, wire="int4")

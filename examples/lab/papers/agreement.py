@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 from lab.report import Result
 from lab.training import run_all
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.momentum import adapt_momentum
+from lightning_topk.optim.momentum import adapt_momentum
 from lightning_topk.simulate import Cluster
 
 ENTRIES, WORKERS = 20_000, 2

@@ -21,8 +21,8 @@ from lab.models import TEXT
 from lab.report import Panel, Result, in_words, standard_error
 from lab.training import OPTIMIZERS, DiLoCo, LocalSGD, Optimizer, Runs, train
 from lightning_topk.config import TopKConfig
+from lightning_topk.optim.momentum import AdaptedMomentum
 from lightning_topk.plan import Row
-from lightning_topk.runtime.momentum import AdaptedMomentum
 from lightning_topk.simulate import Cluster
 
 _adamw = partial(Optimizer, momentum=0.9, kind="AdamW", cosine=True, clip_norm=1.0, warmup=100)

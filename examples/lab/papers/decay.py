@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lab.report import Result
 from lab.training import Optimizer, run_all, train
 from lightning_topk.config import TopKConfig
+from lightning_topk.optim.momentum import adapt_momentum
 from lightning_topk.plan import Row
-from lightning_topk.runtime.momentum import adapt_momentum
 from lightning_topk.simulate import Cluster
 
 WORKERS = 4

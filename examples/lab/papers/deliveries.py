@@ -16,8 +16,8 @@ from lab.problems import Problem
 from lab.report import Panel, Result
 from lab.training import LANGUAGE, Workers, run_all
 from lightning_topk.config import TopKConfig
+from lightning_topk.optim.momentum import adapt_momentum
 from lightning_topk.plan import Row
-from lightning_topk.runtime.momentum import adapt_momentum
 
 MODEL = "tied gpt"
 EDGES = (1, 4, 8, 16, 32, 64, math.inf)

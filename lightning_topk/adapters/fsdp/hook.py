@@ -36,9 +36,10 @@ from lightning_topk.adapters.fsdp import checkpoint as sharded_checkpoint
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup, param_groups_of, watch_backward
 from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.groups import check_agreement, on_device, on_failure
-from lightning_topk.runtime.momentum import local_part
-from lightning_topk.runtime.optimizers import GetOptimizers, getter
+from lightning_topk.consensus import check_agreement, on_device
+from lightning_topk.optim.momentum import local_part
+from lightning_topk.optim.optimizers import GetOptimizers, getter
+from lightning_topk.runtime.groups import on_failure
 from lightning_topk.runtime.passes import mark
 from lightning_topk.runtime.state import HookState
 
@@ -244,7 +245,7 @@ def attach(
         state.learn_names()
         state.buckets.plan_together([state.buckets.find(group.trained) for group in groups if group.trained])
         state.open_groups().connect()
-        state.optimizers.start(optimizers is None or optimizers is not optimizer, state.open_groups())
+        state.optimizers.start(optimizers is None or optimizers is not optimizer, state.device, state.open_groups().all)
         same = {"the index of the shard": groups[0].ranks.index(dist.get_rank()), **described(names)}
         remedy = "The ranks of process_group= must hold the same shard of the same model, each on another node."
         check_agreement(same, remedy, state.device, state.open_groups().all)

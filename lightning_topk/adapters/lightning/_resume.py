@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from lightning_topk.adapters.lightning._compat import Strategy, rank_zero_info
 from lightning_topk.config import TopKConfig, check_bool, check_count
+from lightning_topk.consensus import check_agreement
 from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent
-from lightning_topk.runtime.groups import check_agreement
 
 
 class Resumes(Strategy):

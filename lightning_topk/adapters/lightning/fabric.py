@@ -19,7 +19,7 @@ from lightning_topk.adapters.checks import check_ddp_options
 from lightning_topk.adapters.ddp import TopKState, attach, smaller_buckets_
 from lightning_topk.adapters.workarounds import connect_after_restart, own_memory_
 from lightning_topk.config import Settings, TopKConfig, check_count, check_known, one_config
-from lightning_topk.runtime.groups import gathered
+from lightning_topk.consensus import gathered
 
 
 class TopKStrategy(DDPStrategy):

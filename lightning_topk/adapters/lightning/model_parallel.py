@@ -22,8 +22,8 @@ from lightning_topk.adapters.lightning._compat import ModelParallelStrategy
 from lightning_topk.adapters.lightning._resume import Resumes, entry_to_resume
 from lightning_topk.adapters.workarounds import connect_after_restart
 from lightning_topk.config import Settings, check_count, one_config
+from lightning_topk.consensus import on_device
 from lightning_topk.runtime.checkpoint import KEY, SHARDED, VERSION
-from lightning_topk.runtime.groups import on_device
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import _PATH

@@ -56,7 +56,7 @@ class TopKStrategy(Resumes, DDPStrategy):
             compression, which is reset for an entry that is sent. The optimizer's own must then be 0.
         adapt_momentum: Whether torch's SGD, Adam, AdamW, NAdam, RAdam and Adamax move an entry of the parameters only
             in steps that deliver its gradient, and then for all the steps that it waited; see
-            :mod:`lightning_topk.runtime.momentum`. False leaves optimizers unchanged, as does ``momentum``.
+            :mod:`lightning_topk.optim.momentum`. False leaves optimizers unchanged, as does ``momentum``.
         clip_norm: Each of W workers clips its bucket's gradient to ``clip_norm / sqrt(W)`` before compression. None
             does not clip.
         saving: Factor by which to send fewer bytes than a ring all-reduce in every step, 1 or more, instead of

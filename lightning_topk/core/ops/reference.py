@@ -225,7 +225,7 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
 
 
 class Rule(NamedTuple):
-    """How the optimizer of a parameter steps, see :mod:`lightning_topk.runtime.momentum`."""
+    """How the optimizer of a parameter steps, see :mod:`lightning_topk.optim.momentum`."""
 
     momentum: float | Tensor  # m, in (0, 1)
     weight: float | Tensor  # a, the factor of a gradient when the optimizer adds it to its momentum buffer
@@ -280,7 +280,7 @@ def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
 
     For each range, counts have the deliveries whose gradient has another sign than the momentum, then those with the
     same sign. If the D gradients of an entry have the mean mu and the deviation sigma, r = D mu^2 / sigma^2. The
-    formula is that of :mod:`lightning_topk.runtime.momentum`.
+    formula is that of :mod:`lightning_topk.optim.momentum`.
 
     Args:
         counts: ``[parameters, 2 RANGES]`` float32, of earlier steps.
@@ -297,7 +297,7 @@ def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
 
 
 def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | None = None) -> None:
-    """Steps a momentum buffer by the rule of :mod:`lightning_topk.runtime.momentum`.
+    """Steps a momentum buffer by the rule of :mod:`lightning_topk.optim.momentum`.
 
     With v = m b + a (g + decay) of an entry that waited d steps, and whose gradient is not zero, the buffer becomes
     m^d v, and ``out`` what makes the optimizer move the entry by (1 + ... + m^d) v: b + (1 + ... + m^(d-1)) v, and more

@@ -9,18 +9,18 @@ from numbers import Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import TopKConfig, check_function
-from lightning_topk.runtime.applied import Clipping, Rates, rate_of
-from lightning_topk.runtime.groups import Groups, check_agreement, gathered
-from lightning_topk.runtime.messages import WarnOnce
-from lightning_topk.runtime.momentum import AdaptedMomentum, adapt_momentum, all_parameters, local_part
-from lightning_topk.runtime.telemetry import Telemetry
-from lightning_topk.runtime.watch import Watch
+from lightning_topk.consensus import check_agreement, gathered
+from lightning_topk.messages import WarnOnce
+from lightning_topk.optim.applied import Clipping, Rates, rate_of
+from lightning_topk.optim.momentum import AdaptedMomentum, adapt_momentum, all_parameters, local_part
+from lightning_topk.optim.watch import Passes, Watch
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
 """Returns the optimizers, which may be created later or replaced."""
@@ -98,14 +98,14 @@ class Optimizers(Watch):
         config: TopKConfig,
         buckets: Buckets,
         held_by_optimizers: Callable[[Collection[Tensor]], Collection[Tensor]],
-        telemetry: Telemetry,
+        passes: Passes,
         say: WarnOnce,
         clipping: Clipping,
         max_norm: MaxNorm = None,
     ) -> None:
         self._getter, self._buckets, self._held_by_optimizers = now, buckets, held_by_optimizers
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        super().__init__(config, say, telemetry, now is not None, self._scaler is not None)
+        super().__init__(config, say, passes, now is not None, self._scaler is not None)
         self.clipping = clipping
         self._max_norm = max_norm
         self.first_limit = math.inf
@@ -147,13 +147,13 @@ class Optimizers(Watch):
         names = self._buckets.names
         return dict(zip(self._held_by_optimizers(names), names.values(), strict=True))
 
-    def start(self, exist: bool, groups: Groups) -> None:
+    def start(self, exist: bool, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Compares the optimizers on all ranks, and checks them if they exist by now. A collective, at attach.
 
         A step that is adapted on one rank only would move the ranks' weights apart.
         """
         if self._config.compresses:
-            now, names, where = self._now() if exist else [], self._names(), (groups.device, groups.all)
+            now, names, where = self._now() if exist else [], self._names(), (device, group)
             kinds = [type(each).__name__ for each in now] or ("missing" if exist else "a function")
             same = {"optimizer=": kinds, "max_norm=": self._max_norm}
             check_agreement(same, "Pass the same optimizer= and max_norm= on every rank.", *where)
@@ -222,7 +222,7 @@ class Optimizers(Watch):
     @override
     def stepped(self, optimizer: Optimizer) -> None:
         """Notes the rates of a step, and whether its gradients were clipped."""
-        self._telemetry.collect()  # in the stream in which a user may read it before the next pass does
+        self._passes.collect()  # in the stream in which a user may read it before the next pass does
         first = self._first_group.get(id(optimizer))
         if self.rates is not None and first is not None:
             last = [*self.rates.last]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from weakref import WeakMethod, ref
 
 import torch
@@ -30,9 +30,19 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_topk.config import TopKConfig
-from lightning_topk.runtime.messages import WarnOnce
-from lightning_topk.runtime.momentum import all_parameters, local_part
-from lightning_topk.runtime.telemetry import Telemetry
+from lightning_topk.messages import WarnOnce
+from lightning_topk.optim.momentum import all_parameters, local_part
+
+
+class Passes(Protocol):
+    """What is known of the backward passes before: :class:`lightning_topk.runtime.telemetry.Telemetry`."""
+
+    def collect(self) -> None:
+        """Folds the last pass, if all its exchanges have ended."""
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Passes that delivered a gradient with a NaN or an infinity."""
 
 
 class Watch:
@@ -41,8 +51,8 @@ class Watch:
     Calls :meth:`stepped` after the step of an optimizer that it watches.
     """
 
-    def __init__(self, config: TopKConfig, say: WarnOnce, telemetry: Telemetry, passed: bool, scaled: bool) -> None:
-        self._config, self._say, self._telemetry, self._scaled = config, say, telemetry, scaled
+    def __init__(self, config: TopKConfig, say: WarnOnce, passes: Passes, passed: bool, scaled: bool) -> None:
+        self._config, self._say, self._passes, self._scaled = config, say, passes, scaled
         self.compressed: Collection[Tensor] = ()
         """Parameters that may be compressed."""
         self.exchanged = False
@@ -172,7 +182,7 @@ class Watch:
 
         Not of one that was not finite, whose step was skipped, by a GradScaler or by hand. Waits for the device.
         """
-        if not self._telemetry.nonfinite_steps:
+        if not self._passes.nonfinite_steps:
             watched.stop()
             self._say(
                 "lightning_topk: a gradient was zeroed after its exchange and before its optimizer's step: the "
