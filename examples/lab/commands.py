@@ -136,7 +136,7 @@ COMMANDS = {
     "reproduce scripts": (
         "papers.scripts:run",
         "published optimizers and schedules between real ranks, with DDP and with saving=50; resumable",
-        "data models seeds minutes",
+        "data models systems seeds minutes",
     ),
     "reproduce decay": (
         "papers.decay:run",

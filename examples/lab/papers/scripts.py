@@ -291,6 +291,7 @@ SCRIPTS: Mapping[str, Script] = {
 def run(
     data: Path | None = None,
     models: Sequence[str] = (),
+    systems: Sequence[str] = SYSTEMS,
     seeds: int = 1,
     minutes: float = math.inf,
     out: Path = Path("reproduced"),
@@ -306,7 +307,7 @@ def run(
         read = image_folder(data)
         torch.save((read.examples, read.labels, read.held_examples, read.held_labels), images)
     found = Runs(out / "scripts.jsonl")
-    runs = [(name, system, seed) for seed in range(seeds) for name in chosen for system in SYSTEMS]
+    runs = [(name, system, seed) for seed in range(seeds) for name in chosen for system in systems]
     found.complete({run_key(*each): partial(between_ranks, *each, images) for each in runs}, "scripts", minutes)
     setting = f"{WORKERS} ranks of DDP on this host, {STEPS} steps; held-out loss."
     return Result("scripts", "what compression costs scripts that people publish", setting, {"scripts": table(found)})
