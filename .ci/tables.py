@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from lab.bench import race, wire
 from lab.data import LENGTH, LONG
 from lab.models import LARGE, TEXT
-from lab.papers import at_size, fine_tuning, lag, saving_curves
+from lab.papers import at_size, fine_tuning, lag, saving_curves, scripts
 from lab.report import Panel, draw, in_words
 from lab.training import Runs
 from lightning_topk import plan
@@ -411,6 +411,7 @@ def fine_tuned() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "fine-tuning": fine_tuned,
+    "scripts": lambda: page(scripts.table(Runs(RUNS / "scripts.jsonl"))),
     "decided": decided,
     "many-nodes": many_nodes,
     "bench": pasted,

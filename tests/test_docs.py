@@ -23,7 +23,7 @@ from torch import nn
 import lightning_topk
 import lightning_topk.fabric
 from lab import commands
-from lab.papers import at_size, fine_tuning, saving_curves
+from lab.papers import at_size, fine_tuning, saving_curves, scripts
 from lab.report import standard_error
 from lab.training import Runs
 from lightning_topk import TopKConfig, __main__
@@ -254,6 +254,15 @@ def test_sentences_on_fine_tuning_cover_all_runs():
     least = max(ranges(kind, *every, what="saving 10")[1] for kind in ("convnet", "convnet, AdamW"))
     assert f"`saving=10`: {least:.1f} % at most" in EVIDENCE
     assert f"at most {max(adam[1], sgd[1]):.1f} % behind, of a convnet {max(images[1], early[1]):.1f} %" in README
+
+
+def test_sentences_on_published_scripts_cover_all_runs():
+    runs, page = Runs(RUNS / "scripts.jsonl"), text_of("examples/guides/scripts.md")
+    rows = [row for row in scripts.table(runs) if "Adadelta" not in row["settings"]]
+    worst = max(float(row["behind, %"].strip("*").split()[0]) for row in rows)
+    assert f"All but Adadelta's end at most {worst:.1f} % behind" in page
+    dense, ours = (runs[scripts.run_key("MNIST", system, 0)]["held"] for system in ("dense", "saving 10"))
+    assert f"with `saving=10` {100 * (ours / dense - 1):.1f} % (seed 0)" in page
 
 
 def test_figures_that_stand_in_the_readme_are_those_of_the_guides():

@@ -7,11 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+from groups import on_ranks
 from PIL import Image
 
 from lab import data, problems, training
 from lab.bench import steps
-from lab.papers import at_size, deliveries, fine_tuning, lag, speedup
+from lab.papers import at_size, deliveries, fine_tuning, lag, scripts, speedup
 from lightning_topk.config import TopKConfig
 from lightning_topk.optim.momentum import AdaptedMomentum, adapt_momentum
 from lightning_topk.simulate import Cluster
@@ -145,6 +146,44 @@ def test_an_exchange_of_every_system_is_timed_and_sends_what_is_predicted(groups
     found = steps.worst(groups(2).run(timed))
     for name in speedup.SYSTEMS:
         assert found[name]["counted"] == found[name]["predicted"] > 0
+
+
+@pytest.mark.gloo
+@on_ranks(2, timeout=120)
+def test_published_scripts_train_and_their_ranks_stay_alike(rank, world):
+    some, options, wrong = torch.randn(40, 3, 32, 32, generator=torch.Generator().manual_seed(0)), {"seed": 0}, []
+    images = data.Data(some, torch.arange(40) % 10, some, torch.arange(40) % 10, data.crop_and_flip)
+    for name, script in scripts.SCRIPTS.items():
+        theirs = data.documentation() if name == "GPT" else script.data() if script.data else images
+        torch.manual_seed(0)
+        net = script.net()
+        start = torch.nn.utils.parameters_to_vector(net.parameters())
+        scripts.fit(net, script, theirs, {"script": name, "system": "saving 50", "steps": 2, **options}, rank, world)
+        end = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
+        torch.distributed.broadcast(first := end.clone(), 0)
+        wrong += [name] * (torch.equal(start, end) or not torch.equal(first, end))
+    assert wrong == []
+
+
+def test_yolos_biases_warm_up_from_above_and_all_others_from_zero():
+    optimizer = scripts.SCRIPTS["YOLO"].optimizer(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)))
+    schedule, rates = scripts.YoloSchedule(optimizer), []
+    for _ in range(scripts.STEPS):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == pytest.approx([0.1, 0, 0])
+    assert rates[50] == pytest.approx([0.05 + 0.005 * 0.835, *[0.005 * 0.835] * 2])
+    assert rates[200] == pytest.approx([0.0034] * 3)
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.937] * 3
+
+
+def test_layer_decay_steps_the_first_layer_least_and_the_head_fully():
+    net = scripts.ViTClassifier()
+    rates = {p: group["lr"] for group in scripts.by_layer(net, 1.0, 0.05, 0.5) for p in group["params"]}
+    chosen = net.encoder.position, net.encoder.blocks[0].norm1.bias, net.encoder.blocks[3].norm1.bias, net.head.weight
+    assert [rates[p] for p in chosen] == [2**-5, 2**-4, 1 / 2, 1]
+    assert {*rates} == {*net.parameters()}
 
 
 def test_simulated_power_sgd_delivers_low_ranks_exactly_and_loses_nothing():

@@ -133,6 +133,11 @@ COMMANDS = {
         "a GPT with everyone's settings between real ranks, with DDP and with saving=50",
         "workers steps seeds",
     ),
+    "reproduce scripts": (
+        "papers.scripts:run",
+        "published optimizers and schedules between real ranks, with DDP and with saving=50; resumable",
+        "data models systems seeds minutes",
+    ),
     "reproduce decay": (
         "papers.decay:run",
         "whether SGD's weight decay arrives with compression",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,6 +19,8 @@ from lab.commands import need
 
 CHARACTERS, LENGTH, LONG = 128, 64, 128
 """Size of the alphabet, and T: lengths of a piece of text."""
+WORDS, USERS, ITEMS = 2000, 3000, 2000
+"""Sizes of the vocabulary of words, and of the table of ratings."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Data:
     """Training and held-out examples with their labels.
 
     Images ``[N, C, H, W]`` float32 with labels ``[N]`` int64; or text ``[N, T]`` int64 with the next characters,
-    ``[N, T]`` int64, as labels. ``augment`` transforms a batch of training examples.
+    ``[N, T]`` int64, as labels; or pairs of user and item ``[N, 2]`` int64 with ratings ``[N]`` float32. ``augment``
+    transforms a batch of training examples.
     """
 
     examples: Tensor
@@ -56,9 +61,40 @@ def digits() -> Data:
 def documentation() -> Data:
     """The topics of Python's own ``help()``, 0.46 million characters in Python 3.11; every tenth piece is held out."""
     text, known = _topics()
-    pieces = torch.tensor([known.get(character, 0) for character in text]).unfold(0, LENGTH + 1, LENGTH)
+    return _pieces([known.get(character, 0) for character in text], LENGTH)
+
+
+def _pieces(text: list[int], length: int) -> Data:
+    """Pieces of a text of numbers; every tenth is held out."""
+    pieces = torch.tensor(text).unfold(0, length + 1, length)
     out = torch.arange(len(pieces)) % 10 == 0
     return Data(pieces[~out, :-1], pieces[~out, 1:], pieces[out, :-1], pieces[out, 1:])
+
+
+@cache
+def documentation_words() -> Data:
+    """:func:`documentation` in pieces of 35 words and signs, of which the rarer ones are one word."""
+    text = re.findall(r"\w+|[^\w\s]", _topics()[0])
+    known = {word: number for number, (word, _) in enumerate(Counter(text).most_common(WORDS - 1), 1)}
+    return _pieces([known.get(word, 0) for word in text], 35)
+
+
+@cache
+def ratings() -> Data:
+    """100,000 ratings that a made-up table of low rank gives, with noise; every tenth is held out.
+
+    How often a user or an item occurs falls as one over its number: most are rare.
+    """
+    generator, count, rank = torch.Generator().manual_seed(0), 100_000, 8
+    parts, tastes = [], []
+    for number in (USERS, ITEMS):
+        frequency = 1 / torch.arange(1.0, number + 1)
+        parts.append(frequency.multinomial(count, replacement=True, generator=generator))
+        tastes.append(torch.randn(number, rank, generator=generator)[parts[-1]])
+    scores = (tastes[0] * tastes[1]).mean(-1) + (tastes[0] + tastes[1])[:, 0] / 2
+    scores += 0.5 * torch.randn(count, generator=generator)
+    pairs, out = torch.stack(parts, 1), torch.arange(count) % 10 == 0
+    return Data(pairs[~out], scores[~out], pairs[out], scores[out])
 
 
 def _topics() -> tuple[str, dict[str, int]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lab.commands import need
-from lab.data import CHARACTERS, LENGTH, LONG
+from lab.data import CHARACTERS, ITEMS, LENGTH, LONG, USERS
 
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
@@ -105,18 +105,21 @@ class RowLSTM(nn.Module):
         return self.head(self.lstm(x.squeeze(1))[0][:, -1])
 
 
-class CharLSTM(nn.Module):
-    """Predicts the next of :data:`lab.data.CHARACTERS` characters from all earlier ones."""
+class TextLSTM(nn.Module):
+    """Predicts the next character or word from all earlier ones."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, vocabulary: int = CHARACTERS, width: int = 32, hidden: int = 128, depth: int = 1, dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(CHARACTERS, 32)
-        self.lstm, self.head = nn.LSTM(32, 128, batch_first=True), nn.Linear(128, CHARACTERS)
+        self.embedding, self.drop = nn.Embedding(vocabulary, width), nn.Dropout(dropout)
+        self.lstm = nn.LSTM(width, hidden, depth, batch_first=True, dropout=dropout * (depth > 1))
+        self.head = nn.Linear(hidden, vocabulary)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, T]`` to scores ``[B, T, CHARACTERS]``."""
-        return self.head(self.lstm(self.embedding(x))[0])
+        """``[B, T]`` to scores ``[B, T, vocabulary]``."""
+        return self.head(self.drop(self.lstm(self.drop(self.embedding(x)))[0]))
 
 
 class GPT(nn.Module):
@@ -284,6 +287,105 @@ class Walker(nn.Module):
         return self.layers((x[:, :, None] == torch.arange(SIDE, device=x.device)).flatten(1).float())
 
 
+class ViT(nn.Module):
+    """Features of the 64 patches of a 32 x 32 colour image (Dosovitskiy et al. 2021): 0.2 million parameters."""
+
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        self.patches, self.position = nn.Conv2d(3, width, 4, 4), nn.Parameter(0.02 * torch.randn(64, width))
+        self.blocks = nn.ModuleList(vit_block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+
+    @override
+    def forward(self, images: Tensor, seen: Tensor | None = None) -> Tensor:
+        """``[N, 3, 32, 32]`` to ``[N, 64, width]``, or to ``[N, S, width]``, of the patches ``seen`` ``[N, S]``."""
+        x = self.patches(images).flatten(2).mT + self.position
+        if seen is not None:
+            x = taken(x, seen)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def vit_block(width: int) -> nn.Module:
+    """A pre-norm block with four heads."""
+    return nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+
+
+def taken(x: Tensor, places: Tensor) -> Tensor:
+    """Of ``x`` ``[N, P, width]``, that at ``places`` ``[N, S]``: ``[N, S, width]``."""
+    return x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
+
+
+class MaskedAutoencoder(nn.Module):
+    """From a quarter of an image's patches, finds the pixels of the others (He et al. 2022)."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.encoder, self.decoder = ViT(width), vit_block(width)
+        self.hidden, self.position = (nn.Parameter(0.02 * torch.randn(count, width)) for count in (1, 64))
+        self.pixels = nn.Linear(width, 48)
+
+    @override
+    def forward(self, images: Tensor) -> Tensor:
+        """``[N, 3, 32, 32]`` to the mean squared error of the hidden patches' normalised pixels."""
+        order = torch.rand(len(images), 64).argsort(1).to(images.device)
+        seen, hidden = order.split([16, 48], 1)
+        known = self.encoder(images, seen)
+        x = torch.cat([known, self.hidden.expand(len(images), 48, -1)], 1) + self.position[order]
+        patches = nn.functional.pixel_unshuffle(images, 4).flatten(2).mT
+        wanted = nn.functional.layer_norm(taken(patches, hidden), (48,))
+        return nn.functional.mse_loss(self.pixels(self.decoder(x))[:, 16:], wanted)
+
+
+class ViTClassifier(nn.Module):
+    """Scores of ten classes from the mean feature of a :class:`ViT`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = ViT(), nn.Linear(64, 10)
+
+    @override
+    def forward(self, images: Tensor) -> Tensor:
+        """``[N, 3, 32, 32]`` to scores ``[N, 10]``."""
+        return self.head(self.encoder(images).mean(1))
+
+
+class VAE(nn.Module):
+    """A variational autoencoder of digits (Kingma and Welling 2014), after PyTorch's example: 0.1 million weights."""
+
+    def __init__(self, hidden: int = 600, code: int = 20) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 2 * code))
+        self.decoder = nn.Sequential(nn.Linear(code, hidden), nn.ReLU(), nn.Linear(hidden, 64))
+
+    @override
+    def forward(self, images: Tensor) -> Tensor:
+        """``[N, 1, 8, 8]``, from 0 to 1, to the bound of an image's likelihood."""
+        mean, log_var = self.encoder(images).chunk(2, -1)
+        found = self.decoder(mean + (log_var / 2).exp() * torch.randn_like(mean))
+        error = nn.functional.binary_cross_entropy_with_logits(found, images.flatten(1), reduction="sum")
+        divergence = (mean.square() + log_var.exp() - 1 - log_var).sum() / 2
+        return (error + divergence) / len(images)
+
+
+class Recommender(nn.Module):
+    """Ratings from embeddings of user and item, after neural collaborative filtering (He et al. 2017)."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(USERS, width), nn.Embedding(ITEMS, width)
+        for embedding in (self.users, self.items):
+            nn.init.normal_(embedding.weight, std=0.1)
+        self.layers = nn.Sequential(nn.Linear(3 * width, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    @override
+    def forward(self, pairs: Tensor) -> Tensor:
+        """User and item ``[N, 2]`` int64 to ratings ``[N]``."""
+        user, item = self.users(pairs[:, 0]), self.items(pairs[:, 1])
+        return self.layers(torch.cat([user, item, user * item], -1))[:, 0]
+
+
 DIGIT: Shape = (1, 8, 8)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": partial(mlp, DIGIT, 10, (64,)),
@@ -293,7 +395,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet20": partial(resnet20, (3, 32, 32), 10, GROUP_NORM),
     "convnet": convnet,
     "batch-norm convnet": partial(convnet, norm=BATCH_NORM),
-    "char lstm": CharLSTM,
+    "char lstm": TextLSTM,
     "gpt": GPT,
     "gpt2": GPT2,
     "tied gpt": TiedGPT,
