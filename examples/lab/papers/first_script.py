@@ -51,7 +51,8 @@ def train(options: dict[str, Any], rank: int, world: int) -> float:
     several = options["system"] == SYSTEMS[-1]
     model, parts = DistributedDataParallel(net, bucket_cap_mb=BUCKET_MB if several else None), 2
     (optimizer,) = EVERYONES.make(dict(net.named_parameters()))
-    state = attach(model, saving=50, optimizer=optimizer) if options["system"] != "DDP" else None
+    ours: dict[str, Any] = {"saving": 50, "optimizer": optimizer, "max_norm": EVERYONES.clip_norm}
+    state = attach(model, **ours) if options["system"] != "DDP" else None
     generator = torch.Generator().manual_seed(seed)
     for step in trange(steps, desc=f"{options['system']}, seed {seed}", disable=rank > 0, mininterval=5):
         mine = torch.randint(len(data.labels), (world, batch), generator=generator)[rank]
