@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+gc.disable()  # until the tests are collected: imports leave nothing to free
+
 KINDS = ("process", "trainer", "gloo", "unit")
 """Kinds in the order in which they run: many short tests at the end keep both xdist workers busy until then."""
 FILES = {
@@ -58,6 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # collections need not look at all that was imported
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
