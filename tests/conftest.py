@@ -8,11 +8,14 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import multiprocessing
 import sys
 from pathlib import Path
 
 import pytest
+
+gc.disable()  # until the tests are collected: imports leave nothing to free
 
 KINDS = ("process", "trainer", "gloo", "unit")
 """Kinds in the order in which they run: many short tests at the end keep both xdist workers busy until then."""
@@ -32,9 +35,9 @@ if os.path.exists("/dev/nvidiactl"):
 # this folder's modules through the environment only (and skips modules that it does not find).
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 PRELOADED = (
-    "lightning_topk.adapters.lightning.strategy lightning_topk.adapters.lightning.callback warm ranks trainers "
+    "lightning_topk.adapters.lightning.strategy lightning_topk.adapters.lightning.callback ranks trainers "
     "test_attach test_gloo test_lightning test_precision test_checkpoint test_features test_fsdp test_model_parallel "
-    "test_watch"
+    "test_watch warm"
 )
 multiprocessing.set_forkserver_preload(PRELOADED.split())
 
@@ -53,6 +56,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not any(item.get_closest_marker(kind) for kind in KINDS):
             item.add_marker(kind_of(item))
     items.sort(key=lambda item: (item.get_closest_marker("slow") is None, KINDS.index(kind_of(item))))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # collections need not look at all that was imported
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

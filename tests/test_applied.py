@@ -116,10 +116,10 @@ def test_a_checkpoint_resumes_with_gradients_whatever_the_rate(rank, world, save
 @pytest.mark.parametrize("options", [{"ratio": 0.1}, {"ratio": 1.0, "wire": "fp32"}])
 @on_ranks(2)
 def test_a_rate_that_falls_tenfold_in_every_step_trains_as_with_ddp(rank, world, options):
-    """To 1e-99, far below what float32 holds."""
+    """To 1e-60, far below what float32 holds."""
     run = run_of(rank, lr=0.1, ddp={}, **options)
     scheduler = StepLR(run.optimizer, 1, 0.1)
-    for step in range(100):
+    for step in range(60):
         run.backward(step % 5)
         run.step()
         scheduler.step()
@@ -190,7 +190,7 @@ class Beside(nn.Sequential):
         return torch.stack([layer(x) for layer in self]).mean(0)
 
 
-@pytest.mark.parametrize("buckets", [1, 4, 16, 36])
+@pytest.mark.parametrize("buckets", [1, 4, 36])
 @on_ranks(2)
 def test_a_spike_enters_as_clipped_however_many_buckets_there_are(rank, world, buckets):
     """The gradient of one step is a hundred times as large, on one rank."""
@@ -287,14 +287,14 @@ def test_gradients_that_are_divided_before_they_are_clipped_move_as_far_as_with_
         CLIP(net.parameters(), 1e-4)
 
     generator = torch.Generator().manual_seed(0)
-    assert moved(rank, 100, treat, ratio=0.3).min() > 0.6
+    assert moved(rank, 60, treat, ratio=0.3).min() > 0.6
 
 
 @on_ranks(2)
 def test_uncompressed_parameters_are_clipped_with_the_others(rank, world):
     """Clipped to a 200th of the norm: if they were not, they would use up the user's norm."""
     found = moved(
-        rank, 100, lambda net: CLIP(net.parameters(), 5e-3), told=5e-3, ratio=0.2, dense_parameters="*.bias"
+        rank, 60, lambda net: CLIP(net.parameters(), 5e-3), told=5e-3, ratio=0.2, dense_parameters="*.bias"
     )  # fmt: skip
     assert found[::2].min() > 0.6
     assert found.max() < 1.3
@@ -309,7 +309,7 @@ def test_a_part_that_is_not_clipped_is_not_clipped_in_the_exchange(rank, world):
 
     for ddp in ({}, {"bucket_cap_mb": 0.001}):
         found = moved(
-            rank, 100, lambda net: CLIP(net[:3].parameters(), 0.05), make, ddp, told=[0.05, None], ratio=0.2
+            rank, 60, lambda net: CLIP(net[:3].parameters(), 0.05), make, ddp, told=[0.05, None], ratio=0.2
         )  # fmt: skip
         assert found[6:].min() > 0.8
         assert 0.4 < found[:6].min() <= found[:6].max() < 1.3, found
@@ -323,7 +323,7 @@ def test_clipping_a_second_time_what_is_delivered_costs_agreeing_gradients_half_
         begin, optimizer = ranks.weights(net), SGD(net.parameters(), lr=1e-2)
         model = DistributedDataParallel(net)
         state = None if told is None else attach(model, ratio=0.05, optimizer=optimizer, max_norm=told)
-        for _ in range(120):
+        for _ in range(80):
             net.zero_grad()
             loss_of(model, rank, 0).backward()
             if clips:
@@ -515,7 +515,7 @@ def test_a_trainers_agreeing_gradients_move_as_far_as_with_ddp(rank, world):
             from lightning.pytorch.strategies import DDPStrategy
 
             strategy = DDPStrategy()
-        fit(rank, world, module, strategy, monitor=False, max_steps=100, max_epochs=100, gradient_clip_val=0.01)
+        fit(rank, world, module, strategy, monitor=False, max_steps=60, max_epochs=60, gradient_clip_val=0.01)
         ends.append(ranks.weights(module) - begin)
     dense, ours = ends
     assert 0.8 < dense @ ours / dense.square().sum() < 1.1

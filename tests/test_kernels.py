@@ -288,34 +288,32 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "on_cpu", lambda x: False)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="test_gpu has the laws on a GPU")
+@pytest.mark.skipif(not INTERPRETED, reason="test_gpu has the laws on a GPU, which runs programs in any order")
 @pytest.mark.parametrize(
-    ("topology", "bidirectional", "dtype", "scale", "ratio", "steps"),
+    ("topology", "bidirectional", "wire", "dtype", "scale", "ratio"),
     [
-        ("sharded", True, torch.float32, 3e3, 0.02, 2),
-        ("single_server", False, torch.float16, 3e3, 0.3, 2),
-        ("hierarchical", True, torch.bfloat16, None, 0.02, 1),
+        ("sharded", True, "int8", torch.float32, 3e3, 0.02),
+        ("sharded", True, "int4", torch.float32, None, 0.3),
+        ("single_server", False, "bf16", torch.float16, 3e3, 0.3),
+        ("allgather", False, "fp32", torch.float32, None, 0.3),  # sums of quantised values would be exact
+        ("hierarchical", True, "bf16", torch.bfloat16, None, 0.3),
+        ("dense", True, "fp32", torch.float32, None, 0.3),
     ],
 )
-def test_the_laws_hold_with_the_kernels(monkeypatch, topology, bidirectional, dtype, scale, ratio, steps):
-    """On the paths of a GPU: scales and the ranks of a node are left to kernels, also at densities above 1/8."""
+def test_the_laws_hold_with_the_kernels_in_whatever_order_the_programs_of_a_launch_run(
+    monkeypatch, topology, bidirectional, wire, dtype, scale, ratio
+):
+    """On the paths of a GPU: scales and the ranks of a node are left to kernels, also at densities above 1/8.
+
+    Ranks launch in different orders: they would have different sums of three rows that are added at once.
+    """
     as_on_a_gpu(monkeypatch)
     sent = mock.Mock(side_effect=cuda.send)
     monkeypatch.setattr(cuda, "send", sent)
-    config = TopKConfig(ratio, topology=topology, bidirectional=bidirectional)
-    simulate(config, 2, 2_000, dtype, steps, scale=scale)
-    assert sent.called
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="a GPU runs programs in any order")
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("topology", [*TOPOLOGIES])
-def test_the_laws_hold_in_whatever_order_the_programs_of_a_launch_run(monkeypatch, topology, wire):
-    """Ranks launch in different orders: they would have different sums of three rows that are added at once."""
-    as_on_a_gpu(monkeypatch)
-    served = TOPOLOGIES[topology].has_servers
+    config = TopKConfig(ratio, topology=topology, bidirectional=bidirectional, wire=wire)
     numel = 1_600 if topology == "hierarchical" else 800  # plain torch serves less
-    simulate(TopKConfig(0.3, topology=topology, bidirectional=served, wire=wire), 3, numel, steps=1)
+    simulate(config, 3, numel, dtype, steps=2 if scale else 1, scale=scale)
+    assert sent.called == TOPOLOGIES[topology].compresses
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU, the assertion ends the process")

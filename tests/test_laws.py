@@ -396,19 +396,21 @@ def failing(cluster: Cluster, gradients: list[torch.Tensor], at: int, used: list
     return all(cluster.drive([failing_at(exchange(*each, Step(cluster.steps, scale), used)) for each in several]))
 
 
-@everywhere
 @pytest.mark.parametrize(
-    ("settings", "dtype", "scale"),
-    [
-        ({"wire": "fp32"}, torch.float32, None),
-        ({"wire": "int4"}, torch.float32, 1024.0),
-        ({"wire": "bf16"}, torch.bfloat16, None),
-        ({"wire": "int8", "error_feedback": "worker"}, torch.float32, None),
-        ({"selector": "randk"}, torch.float32, None),
-    ],
+    ("topology", "bidirectional", "settings", "dtype", "scale", "some_unused", "uncompressed"),
+    in_turn(
+        [(False, ()), (True, ()), (True, (1,))],
+        [*ROUTES, *ON_NODES],
+        [
+            ({"wire": "fp32"}, torch.float32, None),
+            ({"wire": "int4"}, torch.float32, 1024.0),
+            ({"wire": "bf16"}, torch.bfloat16, None),
+            ({"wire": "int8", "error_feedback": "worker"}, torch.float32, None),
+            ({"selector": "randk"}, torch.float32, None),
+        ],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize(("some_unused", "uncompressed"), [(False, ()), (True, ()), (True, (1,))])
 def test_a_request_that_fails_loses_at_most_the_steps_gradient(
     topology, bidirectional, settings, dtype, scale, some_unused, uncompressed
 ):

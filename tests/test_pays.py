@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from unittest import mock
 
 import pytest
@@ -29,7 +30,9 @@ COMPUTED = ["DiLoCo, H=30 (computed)", "DiLoCo, H=100 (computed)", "DiLoCo, H=30
 
 @contextmanager
 def launched(rank: int) -> Iterator[None]:
-    """A launcher's store, at which the contenders' processes meet."""
+    """A launcher's store, at which the contenders' processes meet; these processes need not import anything."""
+    multiprocessing.set_forkserver_preload(["warm", "contenders", "torch._dynamo"])
+    forkserver.ensure_running()
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = [store and store.port]
     dist.broadcast_object_list(port)
