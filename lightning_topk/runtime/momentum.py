@@ -156,9 +156,9 @@ class AdaptedMomentum:
 
         The optimizer gets temporary momentum buffers, and the gradients that its rule asks for.
         """
-        self._restore(failed=True)  # if the step before failed
+        self._undo(failed=True)  # if the step before failed
         every, state = all_parameters(optimizer), optimizer.state
-        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        scale, skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         to_adapt = set[Tensor]().union(*(getattr(each, "adapted", every) for each in self.requesters))
         groups = list[_Group]()
         for options in optimizer.param_groups:
@@ -254,6 +254,9 @@ class AdaptedMomentum:
     @_disable_dynamo
     @torch.no_grad()
     def _restore(self, *_: Any, failed: bool = False) -> None:
+        self._undo(failed)
+
+    def _undo(self, failed: bool) -> None:
         """Undoes the changes of a step, the last first; those that a failed step left, if any."""
         if failed and self._inverses:  # new gradients may have been added into temporary ones: keep their memory
             self._prepared = None

@@ -286,7 +286,7 @@ class CatchUp(AddressTable):
         tables = self._table, self._owners, self._rules
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             CAPTURED.append(tables)
-        table, owners, numbers = (copied for _, copied in tables)
+        table, owners, numbers = [copied for _, copied in tables]
         factor, flag = table if scale is None else scale, table if skipped is None else skipped
         with torch.cuda.device_of(table):
             combination = *self._dtypes, scale is not None, skipped is not None

@@ -257,7 +257,7 @@ class Rule(NamedTuple):
     @property
     def unread(self) -> bool:
         """Whether a number is a scalar on a GPU, which the host does not read."""
-        return any(isinstance(each, Tensor) for each in self)
+        return len([each for each in self if isinstance(each, Tensor)]) > 0
 
     @property
     def form(self) -> tuple[bool, ...]:
