@@ -415,6 +415,20 @@ def test_clipping_that_was_not_told_is_named_once(rank, world, treat, told, hint
     assert len(found) == (hinted and rank == 0)
 
 
+@on_ranks(2)
+def test_gradients_that_have_one_norm_by_themselves_are_not_taken_for_clipped(rank, world):
+    net, batch = nn.Linear(50, 2), torch.ones(1, 50)
+    optimizer, total_norm = SGD(net.parameters(), lr=1e-3), torch.nn.utils.get_total_norm
+    with log() as words, mock.patch.object(torch.nn.utils, "get_total_norm", wraps=total_norm) as measured:
+        model, _ = attached(net, ratio=1.0, wire="bf16", optimizer=optimizer)
+        for _ in range(READ[0] + 2):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+    assert not any("are clipped" in each for each in words)
+    assert measured.call_count == 2 * READ[0] * (rank == 0), "once they are known, no more are measured"
+
+
 @pytest.mark.parametrize(
     ("max_norm", "error"),
     [("1", TypeError), (True, TypeError), (0, ValueError), ([1.0, -1.0], ValueError), ([1.0, 2.0], ValueError)],

@@ -69,8 +69,8 @@ def launched(
                 cuda.copy_parts(x, rows, end.pieces, bad)
             cuda.nan_unless_(x.to(dtype), end.starts, torch.ones((), dtype=torch.bool))
             rule = Rule(0.9, 1.0, 1, 0.1, waits=True, squares=0.95)
-            stepped = Stepped(e, torch.zeros(numel, dtype=torch.uint8), x, e, x, x, rule)
-            cuda.catch_up_([stepped], torch.ones(()), torch.zeros(()), {})
+            stepped = Stepped(e, torch.zeros(numel, dtype=torch.uint8), x, e, x, x)
+            cuda.CatchUp([stepped])([x], [rule], torch.ones(()), torch.zeros(()))
             cuda.fold_signs_(torch.zeros(2, 16), torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, 8))
     return (each for each in found.values() if each.launches)
 

@@ -228,7 +228,6 @@ def test_adapted_momentum_waits_for_nothing_and_launches_one_kernel_for_all_para
     fake, monkeypatch, name, triton
 ):
     monkeypatch.setattr(ops, "fast", lambda device: fake if triton else None)
-    ops.known_kind.cache_clear()
     (kind, options), exchange = STEPS[name], torch.nn.Module()
     parameters = [torch.nn.Parameter(torch.empty(1000 + n, device=CUDA)) for n in range(30)]
     optimizer = kind([{"params": parameters[:10]}, {"params": parameters[10:], "lr": 0.2}], lr=0.1, **options)
@@ -245,7 +244,6 @@ def test_adapted_momentum_waits_for_nothing_and_launches_one_kernel_for_all_para
         optimizer.step()  # the first one makes the step counts, and copies the tables
         with Copies() as watch, Launches() as launches:
             optimizer.step()
-    ops.known_kind.cache_clear()
     assert watch.found == []
     if triton:
         assert launches.count() == (1 if kind is torch.optim.SGD else 2)

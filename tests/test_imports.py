@@ -121,7 +121,6 @@ def test_packages_are_imported_only_in_the_wings_that_need_them():
 
 UNBOUNDED = {
     "fast": "devices",
-    "known_kind": "devices and dtypes",
     "_compiled": "devices, dtypes, alignments and settings",
     "_replace_final_callback": "nothing",
 }

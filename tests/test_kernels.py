@@ -382,26 +382,26 @@ def test_signs_are_folded_in_one_launch_like_in_the_reference():
 def test_momentum_buffers_catch_up_in_one_launch_like_in_the_reference(dtype, skipped):
     squares = Rule(0.9, 0.1, squares=0.95, eps=0.1), Rule(0.5, 0.5, -1, 0.1, waits=True, squares=0.0)
     rules = [Rule(0.9, 0.5), Rule(0.9, 1.0, -1, 0.1, 0.7), Rule(0.5, 0.1, -1, 0.1, waits=True), *squares]
-    ends, tables = [], {}
+    ends = []
     found_inf = None if skipped is None else torch.tensor(skipped, device=DEVICE)
     scale = None if skipped is None else torch.tensor(8.0, device=DEVICE)
     for version in (cuda, reference):
         several = []
-        for rule, numel in zip(rules, (3, 5_001, 2_048, 1_000, 300), strict=True):
+        for number, (rule, numel) in enumerate(zip(rules, (3, 5_001, 2_048, 1_000, 300), strict=True)):
             buffer, gradient = (each.to(dtype) for each in inputs("normal", numel))
             gradient[gradient.abs() < 1.5] = 0
             waited = (torch.arange(numel, device=DEVICE) % 256).clamp(max=254).to(torch.uint8)
             other = torch.empty_like(gradient) if rule.replaces else None
             signs = torch.linspace(0, 15, 8, device=DEVICE), torch.ones(16, dtype=torch.int32, device=DEVICE)
-            tensors = buffer, waited, gradient, torch.empty_like(buffer), buffer.flip(0), other
-            several.append(Stepped(*tensors, rule, *(signs if rule.has_squares else ())))
+            tensors = buffer, waited, gradient, torch.empty_like(buffer), buffer.flip(0) if rule.decays else None, other
+            several.append(Stepped(*tensors, *(signs if rule.has_squares else (None, None)), number))
         before = [(each.buffer.clone(), each.waited.clone()) for each in several]
         if version is cuda:
             assert buffer.dtype in cuda.FLOATS
-            cuda.catch_up_(several, scale, found_inf, tables)
+            cuda.CatchUp(several)([each.gradient for each in several], rules, scale, found_inf)
         else:
             for each in several:
-                reference.catch_up_(each, scale, found_inf)
+                reference.catch_up_(each, rules[each.rule], scale, found_inf)
         ends.append([[x for x in (*each[:6], each.counts) if x is not None] for each in several])
         if skipped:
             torch.testing.assert_close([(each.buffer, each.waited) for each in several], before, rtol=0, atol=0)

@@ -4,6 +4,8 @@ import copy
 import gc
 import inspect
 import math
+from contextlib import nullcontext
+from random import Random
 from unittest import mock
 from weakref import ref
 
@@ -390,6 +392,188 @@ def test_a_step_that_fails_leaves_the_optimizers_own_state():
     parameter.grad += 1
     optimizer.step()
     assert torch.equal(parameter.grad, torch.ones(SIZE))
+
+
+class Changing:
+    """A run in which everything may change between two steps; each change is a method that draws from ``random``."""
+
+    def __init__(self, kind, options, seed: int) -> None:
+        self.random, self.kind, self.options, self.generator = Random(seed), kind, options, torch.Generator()
+        self.generator.manual_seed(seed)
+        self.absent, self.sparse, self.fails, self.skips = set(), set(), False, False
+        self.exchange, self.parameters = nn.Module(), [nn.Parameter(torch.ones(n, 4)) for n in (3, 8, 5, 2, 7)]
+        self.exchange.adapted = frozenset(self.parameters)
+        self.another_optimizer()
+
+    def another_optimizer(self):
+        AdaptedMomentum.release(self.exchange)
+        own = {"momentum": 0.8} if self.kind is SGD else {"betas": (0.8, 0.99)}
+        groups = [{"params": self.parameters[:2]}, {"params": self.parameters[2:], "lr": 0.05, **own}]
+        self.optimizer = self.kind(groups, lr=0.1, **self.options)
+        adapt_momentum([self.optimizer], self.exchange)
+
+    def any_group(self):
+        return self.random.choice(self.optimizer.param_groups)
+
+    def any_parameter(self):
+        return self.random.choice(self.parameters)
+
+    def rate(self):
+        self.any_group()["lr"] *= 0.5
+
+    def rate_as_tensor(self):
+        group = self.any_group()
+        if isinstance(group["lr"], float) and not group.get("foreach"):
+            group["lr"] = torch.tensor(group["lr"])
+        else:
+            group["lr"] = float(group["lr"])
+
+    def momentum(self):
+        group = self.any_group()
+        m = self.random.choice([0.0, 0.5, 0.9])
+        group.update({"momentum": m} if self.kind is SGD else {"betas": (m, self.random.choice([0.9, 0.999, 0.0]))})
+
+    def decay(self):
+        self.any_group()["weight_decay"] = self.random.choice([0.0, 0.1, 0.01])
+
+    def eps(self):
+        self.any_group()["eps"] = self.random.choice([1e-8, 0.1])
+
+    def sign(self):
+        self.any_group()["maximize"] = self.random.choice([False, True])
+
+    def form(self):
+        for group in self.optimizer.param_groups if "fused" not in self.options else ():
+            group["foreach"] = self.random.choice([None, False, isinstance(group["lr"], float)])
+
+    def move(self):
+        one, other = (group["params"] for group in self.optimizer.param_groups[:2])
+        if len(one) > 1:
+            other.insert(0, one.pop())  # the parameters keep their order
+        if self.random.random() < 0.5:
+            self.optimizer.param_groups.reverse()
+
+    def freeze(self):
+        self.absent ^= {self.any_parameter()}
+
+    def embed(self):
+        self.sparse ^= {self.any_parameter()}
+
+    def leave_uncompressed(self):
+        self.exchange.adapted = frozenset(self.exchange.adapted) ^ {self.any_parameter()}
+
+    def cast(self):
+        p = self.any_parameter()
+        p.grad, p.data = None, p.data.to(torch.float64 if p.dtype == torch.float32 else torch.float32)
+        if self.kind is not SGD:  # Adam's own step needs a state of the same dtype
+            self.load()
+
+    def relocate(self):
+        p = self.any_parameter()
+        p.grad, p.data = None, p.data.clone()
+
+    def transpose(self):
+        p = self.any_parameter()
+        p.grad, p.data = None, p.data.T.contiguous().T
+
+    def load(self):
+        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+
+    def clear(self):
+        self.optimizer.state.pop(self.any_parameter(), None)
+
+    def offload(self):
+        for name, x in self.optimizer.state[self.any_parameter()].items() if self.optimizer.state else ():
+            if isinstance(x, torch.Tensor) and name != "step":
+                x.data = x.data.clone()
+
+    def grow(self):
+        self.parameters.append(nn.Parameter(torch.ones(4, 2)))
+        self.exchange.adapted = frozenset(self.exchange.adapted) | {self.parameters[-1]}
+        self.optimizer.add_param_group({"params": [self.parameters[-1]]})
+
+    def swap(self):
+        group = self.any_group()
+        number = self.random.randrange(len(group["params"]))
+        old, new = group["params"][number], nn.Parameter(torch.ones(3, 3))
+        self.parameters = [new if p is old else p for p in self.parameters]
+        self.exchange.adapted = frozenset(self.exchange.adapted) | {new}
+        group["params"][number] = new
+        self.optimizer.state.pop(old, None)
+
+    def fail(self):
+        self.fails = True
+
+    def skip(self):
+        """As a GradScaler does; it does not call a step that is not fused."""
+        self.skips = "fused" in self.options
+
+    def accumulate(self):
+        """Into gradients that lie in the same memory as before."""
+        for p in self.parameters:
+            if p.grad is not None and not p.grad.is_sparse:
+                p.grad.zero_().add_(1)
+
+    CHANGES = (
+        another_optimizer, rate, rate_as_tensor, momentum, decay, eps, sign, form, move, freeze, embed,
+        leave_uncompressed, cast, relocate, transpose, load, clear, offload, grow, swap, fail, skip, accumulate,
+    )  # fmt: skip
+
+    def step(self, anew: bool) -> list[torch.Tensor]:
+        """Takes a step after a change, and after preparing ``anew``; returns all parameters and states."""
+        change = self.random.choice(self.CHANGES)
+        change(self)
+        adapts = all(group.get("momentum", group.get("betas", [0])[0]) for group in self.optimizer.param_groups)
+        for p in self.parameters:
+            g = torch.randn(p.shape, generator=self.generator).to(p.dtype)
+            g *= torch.rand(p.shape, generator=self.generator) < 0.4
+            sparse = adapts and p in self.sparse and p in self.exchange.adapted  # torch's own steps refuse it
+            if change is not Changing.accumulate or p.grad is None or p.grad.is_sparse:
+                p.grad = None if p in self.absent else g.to_sparse(1) if sparse else g
+        if anew:
+            AdaptedMomentum.of(self.optimizer)._prepared = None
+        function = "adam" if self.kind is AdamW else self.kind.__name__.lower()
+        module = inspect.getmodule(inspect.unwrap(self.kind.step))
+        fails = mock.patch.object(module, function, side_effect=MemoryError) if self.fails else nullcontext()
+        scaler = {"grad_scale": torch.tensor(4.0), "found_inf": torch.tensor(float(self.skips))}
+        scales = (
+            mock.patch.multiple(self.optimizer, create=True, **scaler) if "fused" in self.options else nullcontext()
+        )
+        with scales, fails, pytest.raises(MemoryError) if self.fails else nullcontext():
+            self.optimizer.step()
+        self.fails = self.skips = False
+        states = [x for p in self.parameters for x in self.optimizer.state.get(p, {}).values()]
+        return [p.detach().clone() for p in self.parameters] + [torch.as_tensor(x).clone() for x in states]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (SGD, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+        (Adam, {"weight_decay": 0.1}),
+        (AdamW, {}),
+        (AdamW, {"fused": True}),
+        (NAdam, {}),
+    ],
+)
+def test_whatever_changes_between_two_steps_they_equal_to_the_bit_those_that_are_prepared_anew(kind, options, seed):
+    once, anew = Changing(kind, options, seed), Changing(kind, options, seed)
+    for _ in range(100):
+        found, expected = once.step(False), anew.step(True)
+        assert len(found) == len(expected)
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("kind", "options"), [KINDS[3], KINDS[8]])
+def test_a_step_that_meets_the_same_tensors_prepares_nothing_even_if_gradients_are_new_and_rates_change(kind, options):
+    optimizer, parameter = adapted(kind, **options)
+    stepped(optimizer, parameter, delivered(steps=2))
+    with mock.patch.object(AdaptedMomentum, "_prepare", side_effect=AssertionError):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        stepped(optimizer, parameter, delivered(steps=2))
 
 
 SQUARE = torch.ones(8, 8)

@@ -211,14 +211,15 @@ RULES = [
 ]
 
 
-def catching_up(shape: tuple[int, ...], rule: Rule, seed: int) -> Stepped:
-    generator = torch.Generator().manual_seed(seed)
+def catching_up(shape: tuple[int, ...], number: int, seed: int) -> Stepped:
+    generator, rule = torch.Generator().manual_seed(seed), RULES[number]
     buffer, gradient, parameter = (torch.randn(shape, generator=generator) for _ in range(3))
     gradient[gradient.abs() < 1.5] = 0
     waited = (torch.arange(buffer.numel()) * 7 % 256).clamp(max=254).to(torch.uint8).view(shape)
-    replacement = torch.full_like(gradient, 7.0) if rule.replaces else None
-    signs = (torch.linspace(0, 15, 8), torch.ones(16, dtype=torch.int32)) if rule.has_squares else ()
-    return Stepped(buffer, waited, gradient, torch.full_like(buffer, 7.0), parameter, replacement, rule, *signs)
+    parameter, replacement = parameter if rule.decays else None, torch.full_like(gradient, 7.0)
+    signs = (torch.linspace(0, 15, 8), torch.ones(16, dtype=torch.int32)) if rule.has_squares else (None, None)
+    tensors = buffer, waited, gradient, torch.full_like(buffer, 7.0), parameter
+    return Stepped(*tensors, replacement if rule.replaces else None, *signs, number)
 
 
 @pytest.mark.parametrize("skipped", [None, 0.0, 1.0])
@@ -227,7 +228,10 @@ def catching_up(shape: tuple[int, ...], rule: Rule, seed: int) -> Stepped:
 def test_momentum_buffers_catch_up_in_one_call_like_in_the_reference(formats, scale, skipped):
     """In any dense memory format, if all tensors have it."""
     found_inf, factor = (None if each is None else torch.tensor(each) for each in (skipped, scale))
-    ends, before = [], [catching_up(shape, rule, 0) for rule in RULES for shape in ((7, 3, 20, 24), (1, 1, 1, 5))]
+    ends, before = (
+        [],
+        [catching_up(shape, number, 0) for number in range(len(RULES)) for shape in ((7, 3, 20, 24), (1, 1, 1, 5))],
+    )
     laid_out = {"one": (), "channels_last": range(6), "different": (2,)}[formats]
     for version in (ops, reference):
         copies = []
@@ -235,20 +239,17 @@ def test_momentum_buffers_catch_up_in_one_call_like_in_the_reference(formats, sc
             tensors = [None if x is None else x.clone() for x in each[:6]]
             for i in laid_out:
                 tensors[i] = None if tensors[i] is None else tensors[i].to(memory_format=torch.channels_last)
-            signs = () if each.counts is None else (each.ratio, each.counts.clone())
-            copies.append(Stepped(*tensors, each.rule, *signs))
+            copies.append(
+                Stepped(*tensors, each.ratio, None if each.counts is None else each.counts.clone(), each.rule)
+            )
         if version is ops:
-            kinds = [
-                ops.kind_of(each.buffer, each.waited, each.parameter) if ops.alike(each.gradient, each.buffer) else None
-                for each in copies
-            ]
             with mock.patch.object(loops, "catch_up", wraps=loops.catch_up) as one_pass:
-                ops.catch_up_([*zip(copies, kinds, strict=True)], factor, found_inf, {})
+                ops.CatchUp(copies, RULES)([each.gradient for each in copies], RULES, factor, found_inf)
             assert one_pass.call_count == 1
-            assert kinds.count(None) == (len(RULES) if formats == "different" else 0)
+            assert [*map(ops.kind_of, copies)].count(None) == (len(RULES) if formats == "different" else 0)
         else:
             for each in copies:
-                reference.catch_up_(each, factor, found_inf)
+                reference.catch_up_(each, RULES[each.rule], factor, found_inf)
         ends.append([[x for x in (*each[:6], each.counts) if x is not None] for each in copies])
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
     if skipped:
@@ -262,7 +263,7 @@ def test_strides_of_single_elements_do_not_decide_how_a_momentum_buffer_catches_
     """They may differ between ranks, as for a parameter that one rank did not use."""
     buffer, waited = torch.randn(1, 64, 1, 1), torch.zeros(1, 64, 1, 1, dtype=torch.uint8)
     parameter = torch.randn(64).as_strided((1, 64, 1, 1), (64, 1, 64, 64))
-    assert ops.kind_of(buffer, waited, parameter) is not None
+    assert ops.kind_of(Stepped(buffer, waited, buffer, buffer, parameter, None)) is not None
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])

@@ -75,8 +75,8 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, repeat
-from typing import Any, ClassVar
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -90,6 +90,9 @@ from lightning_topk.core.ops import reference
 from lightning_topk.core.ops.reference import Rule, Stepped
 
 _BUFFERS: dict[type[Optimizer], str] = {SGD: "momentum_buffer"} | dict.fromkeys((Adam, NAdam, RAdam, Adamax), "exp_avg")
+_NO_STATE: dict[str, Any] = {}
+_USER_CHOSE_NONE = {"fused": None, "foreach": None, "differentiable": False}.items()
+"""Options of a group that leave the choice of its step to torch."""
 _STEPS = {inspect.unwrap(kind.step): name for kind, name in _BUFFERS.items()}
 """Supported steps (AdamW shares Adam's) and the names of their momentum buffers."""
 ADAPTED = "SGD, Adam, AdamW, NAdam, RAdam and Adamax"
@@ -113,8 +116,7 @@ class AdaptedMomentum:
         self.members: dict[Tensor, _Member] = {}
         """The adapted parameters that have had a gradient, each with its step counts, ``waited``."""
         self._inverses: list[tuple[Callable[[], None], bool]] = []  # of a step's changes; whether only after success
-        self._temporary = _Temporary()  # momentum buffers and gradients
-        self._tables: dict[ops.Kind, dict[str, Any]] = {}  # see ops.catch_up_
+        self._prepared: _Prepared | None = None  # until a step meets other tensors, or fails
         self._agreements: dict[torch.device, list[_Agreements]] = {}
         self._name = _steps_as(type(optimizer)) or ""
         optimizer.register_step_pre_hook(self._before_step)
@@ -150,71 +152,90 @@ class AdaptedMomentum:
     @_disable_dynamo  # for torch.compile(optimizer.step); torch.compiler.disable imports dynamo at once
     @torch.no_grad()
     def _adapt(self, optimizer: Optimizer) -> None:
-        """Prepares a step, once gradients are ready and before parameters change."""
-        self._restore(failed=True)  # if the step before failed
-        every, scale = all_parameters(optimizer), getattr(optimizer, "grad_scale", None)
+        """Changes a step, once gradients are ready and before parameters change.
+
+        The optimizer gets temporary momentum buffers, and the gradients that its rule asks for.
+        """
+        self._undo(failed=True)  # if the step before failed
+        every, state = all_parameters(optimizer), optimizer.state
+        scale, skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         to_adapt = set[Tensor]().union(*(getattr(each, "adapted", every) for each in self.requesters))
-        adapted: list[Tensor] = []
-        steps: list[tuple[Rule, bool, list[_Member]]] = []
-        for group in optimizer.param_groups:
-            parameters = [p for p in group["params"] if p in to_adapt] if _momentum(group) else []
-            if not parameters:
+        groups = list[_Group]()
+        for options in optimizer.param_groups:
+            adapted = [p for p in options["params"] if p in to_adapt] if _momentum(options) else []
+            if not adapted:
                 continue
-            rule, whole_group = rule_of(group), len(parameters) == len(group["params"])
+            rule, whole = rule_of(options), len(adapted) == len(options["params"])
+            groups.append(_Group(options, rule, adapted, whole and options.items() >= _USER_CHOSE_NONE))
             if rule.waits:
-                self._replace([group], "weight_decay", [0.0])  # it is in the gradients of this step
-                for p in () if whole_group else group["params"]:
+                self._replace([options], "weight_decay", [0.0])  # it is in the gradients of this step
+                for p in () if whole else options["params"]:
                     if p.grad is not None and p not in to_adapt:
                         scaled = p if scale is None else p * scale  # a fused step divides gradients
                         self._replace([p], "grad", [p.grad.add(scaled, alpha=rule.sign * rule.decay)])
-            members = [self.members.get(p) if p.grad is None else self._member(p, optimizer) for p in parameters]
-            user_chose_none = {"fused": None, "foreach": None, "differentiable": False}.items() <= group.items()
-            fuses = user_chose_none and whole_group and all(each is not None and each.may_fuse() for each in members)
-            if fuses:  # not where others step too: they must keep their bits
-                self._replace([group], "fused", [True])
-            steps.append((rule, fuses, [each for each in members if each is not None and each.p.grad is not None]))
-            adapted += parameters
-        if len(self.members) > len(adapted):  # parameters were removed
-            self.members = {p: self.members[p] for p in adapted if p in self.members}
-        self._step_buffers(optimizer, steps)
-
-    def _step_buffers(self, optimizer: Optimizer, steps: Sequence[tuple[Rule, bool, Sequence[_Member]]]) -> None:
-        """Steps the momentum buffers. The optimizer gets temporary ones, and the gradients that its rule asks for."""
-        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        parameters = [p for group in groups for p in group.adapted]
+        for p in parameters:
+            if p.grad is not None and p.grad.is_sparse:  # with nesterov, torch adds the buffer to it
+                self._replace([p], "grad", [p.grad.to_dense()])
+        gradients, states = [local_part(p.grad) for p in parameters], [state.get(p, _NO_STATE) for p in parameters]
+        objects = [*parameters, *states, *chain.from_iterable(map(dict.values, states))]
+        formats = (
+            [(len(group.adapted), group.free, group.rule.form) for group in groups],
+            [None if g is None else (g.dtype, g.device, g.stride()) for g in gradients],
+            [(x.dtype, x.device, x.stride(), x.data_ptr()) for x in map(local_part, parameters)],
+        )
+        if self._prepared is None or not self._prepared.is_for(objects, formats):
+            self._prepared = None  # its memory is free for others
+            self._prepared = self._prepare(groups, state, objects, formats)
+        now, count = self._prepared, len(self._prepared.members)
         for table in chain.from_iterable(self._agreements.values()):
             ops.fold_signs_(*table.tensors)
-        members = [each for *_, several in steps for each in several]
-        replaced = [each.p for rule, _, several in steps if rule.replaces for each in several]
-        temporary = self._temporary.like([each.own for each in members] + replaced)
-        buffers, gradients = temporary[: len(members)], temporary[len(members) :]
-        next_buffer, next_gradient, arguments = iter(buffers), iter(gradients), []
-        for rule, fuses, several in steps:
-            made = next_gradient if rule.replaces else repeat(None)
-            compares = rule.has_squares
-            for each in several if compares else ():
-                each.agreement = each.agreement or self._agreement(each.waited.device)
-            arguments += [each.stepped(next(next_buffer), next(made), rule, fuses, compares) for each in several]
-        ops.catch_up_(arguments, scale, skipped, self._tables)
-        self._replace(replaced, "grad", gradients)
-        self._replace([each.state for each in members], self._name, buffers)
-        first = [each for each in members if each.first]
+        temporary = now.temporary.allocated()
+        now.catch_up([g for g in gradients if g is not None], [group.rule for group in groups], scale, skipped)
+        for number in now.fused:
+            self._replace([groups[number].options], "fused", [True])
+        self._replace(now.replaced, "grad", temporary[count:])
+        self._replace([each.state for each in now.members], self._name, temporary[:count])
+        first = [each for each in now.members if each.first]
         if first and isinstance(optimizer, SGD):
-            self._inverses.append((partial(_forget_undelivered, optimizer.state, first), True))
+            self._inverses.append((partial(_forget_undelivered, state, first), True))
 
-    def _member(self, p: Tensor, optimizer: Optimizer) -> _Member:
-        """The member of a parameter, in agreement with its gradient and its state in the optimizer."""
-        member, state = self.members.get(p), optimizer.state.get(p, {})
+    def _prepare(
+        self, groups: Sequence[_Group], state: Mapping[Tensor, Any], objects: list[Any], formats: Any
+    ) -> _Prepared:
+        """Prepares steps that meet these objects and formats."""
+        members, replaced, fused = list[tuple[_Member, int]](), list[Tensor](), list[int]()
+        for number, (_, rule, adapted, free) in enumerate(groups):
+            for p in (each for each in adapted if each.grad is not None):
+                self.members[p] = self._member(p, state.get(p, {}))
+                members.append((self.members[p], number))
+                replaced += [p] if rule.replaces else []
+            if free and all(p in self.members and self.members[p].may_fuse() for p in adapted):
+                fused.append(number)
+        every = [p for group in groups for p in group.adapted]
+        if len(self.members) > len(every):  # parameters were removed
+            self.members = {p: self.members[p] for p in every if p in self.members}
+        temporary, several = _Temporary([each.own for each, _ in members] + replaced), list[Stepped]()
+        gradients = iter(temporary.tensors[len(members) :])
+        for (each, number), out in zip(members, temporary.tensors, strict=False):
+            rule = groups[number].rule
+            x, gradient = each.p if rule.decays else None, next(gradients) if rule.replaces else None
+            if rule.has_squares:
+                each.agreement = each.agreement or self._agreement(each.waited.device)
+            signs = each.agreement if rule.has_squares and each.agreement else (None, None)
+            found = each.own, each.waited, each.p.grad, out, x, gradient, *signs, number
+            several.append(Stepped._make(map(local_part, found)))
+        catch_up = ops.CatchUp(several, [group.rule for group in groups])
+        return _Prepared(objects, formats, [each for each, _ in members], replaced, fused, temporary, catch_up)
+
+    def _member(self, p: Tensor, state: dict[str, Any]) -> _Member:
+        """The member of a parameter, in agreement with its state in the optimizer."""
         own = state.get(self._name)
-        if p.grad is not None and p.grad.is_sparse:  # with nesterov, torch adds the buffer to it
-            self._replace([p], "grad", [p.grad.to_dense()])
         if own is None:  # its first step; momentum is zero
-            member = self.members[p] = _Member(p, None, torch.zeros_like(p), None)
-        elif member is None or state is not member.state or own is not member.own or p.dtype != member.dtype:
-            self._temporary = _Temporary()  # of gradients, which have the parameter's dtype
-            if own.is_sparse:  # of steps before it was adapted
-                own = state[self._name] = own.to_dense()
-            member = self.members[p] = _Member(p, state, own, member)
-        return member
+            return _Member(p, None, torch.zeros_like(p), None)
+        if own.is_sparse:  # of steps before it was adapted
+            own = state[self._name] = own.to_dense()
+        return _Member(p, state, own, self.members.get(p))
 
     def _agreement(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The agreement of one more parameter on a device."""
@@ -233,14 +254,18 @@ class AdaptedMomentum:
     @_disable_dynamo
     @torch.no_grad()
     def _restore(self, *_: Any, failed: bool = False) -> None:
+        self._undo(failed)
+
+    def _undo(self, failed: bool) -> None:
         """Undoes the changes of a step, the last first; those that a failed step left, if any."""
         if failed and self._inverses:  # new gradients may have been added into temporary ones: keep their memory
-            self._temporary = _Temporary()
+            self._prepared = None
         while self._inverses:
             inverse, only_after_success = self._inverses.pop()
             if not (failed and only_after_success):
                 inverse()
-        self._temporary.free()
+        if self._prepared is not None:
+            self._prepared.temporary.free()
 
 
 def _put(holders: Sequence[Any], name: str, values: Sequence[Any]) -> None:
@@ -256,6 +281,35 @@ def _forget_undelivered(state: Mapping[Tensor, Any], members: Sequence[_Member])
             local_part(buffer).masked_fill_(member.waited != 0, 0)
 
 
+class _Group(NamedTuple):
+    """A parameter group in a step."""
+
+    options: dict[str, Any]
+    rule: Rule
+    adapted: list[Tensor]
+    free: bool  # to fuse its step: the user chose no form, and no others step too, which must keep their bits
+
+
+class _Prepared(NamedTuple):
+    """What steps have in common that meet the same tensors, with gradients and rules of the same formats.
+
+    ``replaced`` are the parameters that get another gradient, and ``fused`` the numbers of groups whose step is fused.
+    """
+
+    objects: list[Any]
+    formats: tuple[Any, ...]
+    members: list[_Member]
+    replaced: list[Tensor]
+    fused: list[int]
+    temporary: _Temporary
+    catch_up: ops.CatchUp
+
+    def is_for(self, objects: Sequence[Any], formats: tuple[Any, ...]) -> bool:
+        """Whether a step meets the same."""
+        same = len(objects) == len(self.objects) and all(map(operator.is_, objects, self.objects))
+        return same and formats == self.formats
+
+
 class _Member:
     """An adapted parameter, its state in the optimizer (None before its first step), and its own momentum buffer.
 
@@ -264,34 +318,19 @@ class _Member:
 
     def __init__(self, p: Tensor, state: dict[str, Any] | None, own: Tensor, before: _Member | None) -> None:
         self.p, self.first, self.state, self.own = p, state is None, {} if state is None else state, own
-        self.dtype = p.dtype  # Module.to may change it
         local = local_part(own)
         self.waited = torch.zeros_like(local, dtype=torch.uint8)  # D - 1 of each entry
         self.agreement: tuple[Tensor, Tensor] | None = None  # r and counts of signs, see `Stepped`
         if before and (before.waited.shape, before.waited.device) == (local.shape, local.device):
             self.waited, self.agreement = before.waited, before.agreement
-        self._buffer, self._shape, self._kind = local, local.shape, ops.kind_of(local, self.waited, local_part(p))
         moments = [x for name, x in self.state.items() if name != "step"]
         steps = [x for name, x in self.state.items() if name == "step"]
         self._fusible = not self.first and _fusible(local.shape, *moments) and _fusible(torch.Size(), *steps)
 
-    def stepped(
-        self, out: Tensor, other: Tensor | None, rule: Rule, fuses: bool, compares: bool
-    ) -> tuple[Stepped, ops.Kind | None]:
-        """The arguments of :func:`.catch_up_`; ``fuses`` if :meth:`may_fuse` is known to be true."""
-        own, x, gradient = self._buffer, self.p, self.p.grad
-        assert gradient is not None
-        if self.own is not own:  # DTensors
-            x, gradient, out = local_part(x), local_part(gradient), local_part(out)
-            other = None if other is None else local_part(other)
-        alike = fuses or (ops.alike(x, own) and ops.alike(gradient, own) and gradient.dtype == x.dtype)
-        agreement = (self.agreement if compares else None) or (None, None)
-        return Stepped(own, self.waited, gradient, out, x, other, rule, *agreement), self._kind if alike else None
-
     def may_fuse(self) -> bool:
         """Whether a fused step can take its tensors; on a CPU it checks neither shapes nor strides."""
         p, gradient = self.p, self.p.grad
-        return self._fusible and _fusible(self._shape, p, p if gradient is None else gradient)
+        return self._fusible and _fusible(self.waited.shape, p, p if gradient is None else gradient)
 
 
 class _Agreements:
@@ -309,12 +348,9 @@ class _Agreements:
         self.unused = [*zip(ratio, fresh, strict=True)]
 
 
-_PLAIN, _FLOAT, _STRIDED = {Tensor, Parameter}, torch.float32, torch.strided  # global names are faster than attributes
-
-
 def _fusible(shape: torch.Size, *several: Tensor) -> bool:
     for x in several:
-        plain = type(x) in _PLAIN and x.dtype is _FLOAT and x.layout is _STRIDED
+        plain = type(x) in (Tensor, Parameter) and x.dtype == torch.float32 and x.layout == torch.strided
         if not plain or x.is_cuda or not x.is_contiguous() or x.shape != shape:
             return False
     return True
@@ -330,32 +366,26 @@ class _Temporary:
     A CPU's stays, since the system would map every page anew: that takes four times as long as all else here.
     """
 
-    def __init__(self) -> None:
-        self._models: Sequence[Tensor] = ()
-        self._made: list[Tensor] = []
-        self._sizes: dict[torch.UntypedStorage, int] = {}
-
-    def like(self, models: Sequence[Tensor]) -> list[Tensor]:
-        """Returns uninitialized tensors of the shapes and memory formats of ``models``."""
-        if len(models) != len(self._models) or not all(map(operator.is_, models, self._models)):
-            self._models, self._made = models, self._views(models)
-        for storage, size in self._sizes.items():
-            if storage.nbytes() != size:  # else torch would copy it
-                storage.resize_(size)
-        return self._made
-
-    def _views(self, models: Sequence[Tensor]) -> list[Tensor]:
+    def __init__(self, models: Sequence[Tensor]) -> None:
+        """Makes uninitialized ``tensors`` of the shapes and memory formats of ``models``."""
         parts, begins, ends = [*map(local_part, models)], list[int](), Counter[tuple[torch.device, torch.dtype]]()
         for part in parts:
             begins.append(ends[part.device, part.dtype])
             ends[part.device, part.dtype] += -(-part.numel() // ALIGNED) * ALIGNED
         flat = {kind: torch.empty(end, dtype=kind[1], device=kind[0]) for kind, end in ends.items()}
         self._sizes = {each.untyped_storage(): each.untyped_storage().nbytes() for each in flat.values()}
-        made = []
+        self.tensors = list[Tensor]()
         for model, part, begin in zip(models, parts, begins, strict=True):
             strides = torch.empty_like(part, device="meta").stride()
-            made.append(_as_sharded(flat[part.device, part.dtype].as_strided(part.shape, strides, begin), model))
-        return made
+            view = flat[part.device, part.dtype].as_strided(part.shape, strides, begin)
+            self.tensors.append(_as_sharded(view, model))
+
+    def allocated(self) -> list[Tensor]:
+        """The tensors, with memory."""
+        for storage, size in self._sizes.items():
+            if storage.nbytes() != size:  # else torch would copy it
+                storage.resize_(size)
+        return self.tensors
 
     def free(self) -> None:
         """Frees a GPU's memory."""
@@ -458,8 +488,8 @@ def kept(lr: Any, momentum: Any, weight: Any, decay: Any, nesterov: bool) -> Any
     return abs(p + (p * p - 4 * c) ** 0.5) / 2
 
 
-def local_part(x: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
+def local_part(x: Any) -> Any:
+    """This rank's shard of a DTensor; anything else itself."""
     return x.to_local() if hasattr(x, "to_local") else x
 
 

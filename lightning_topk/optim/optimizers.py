@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -28,6 +29,8 @@ MaxNorm = float | Sequence[float | None] | None
 """The norm to which the user clips the gradients of all parameters together, or one for each optimizer's."""
 READ = (20, 100)
 """Steps of an optimizer after which their gradients' norms are read, to see whether they are clipped."""
+ENDED = [torch.zeros(2)] * READ[-1]
+"""In place of norms, if no more are measured."""
 
 
 def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) -> GetOptimizers | None:
@@ -114,7 +117,9 @@ class Optimizers(Watch):
         self._clipped: set[int] = set()  # those that were clipped since their last step
         self._numbers: dict[Tensor, int] = {}  # of the optimizer of each member of a bucket, or 0 if one norm is of all
         self._covered: set[int] = set()  # those whose parameters are all exchanged here
-        self._norms: dict[int, list[Tensor]] = {}  # by id of an optimizer, of the gradients in its first steps
+        self._hints = config.compresses and config.error_feedback and max_norm is None and not say._rank
+        self._norms: dict[int, list[Tensor]] = {}  # by id of an optimizer: in each step as stepped, and as delivered
+        self._delivered: dict[int, Tensor] = {}  # by id of an optimizer, the norm when backward had ended
         self.clips = False
         """Whether the last pass clipped gradients in the exchange."""
         self.rates: Rates | None = None
@@ -231,25 +236,50 @@ class Optimizers(Watch):
             self.rates = self.rates._replace(last=tuple(last))
         if id(optimizer) not in self._clipped:
             self._limits[id(optimizer)] = math.inf
-            self._look_for_clipping(optimizer)
+            if (delivered := self._delivered.pop(id(optimizer), None)) is not None:
+                self._look_for_clipping(optimizer, delivered)
         self._clipped.discard(id(optimizer))
 
+    @override
+    def end_pass(self) -> None:
+        super().end_pass()
+        several = [each for known in self.watched if (each := known.optimizer()) is not None]
+        looking = [each for each in several if len(self._norms.setdefault(id(each), [])) < READ[-1]]
+        if self._hints and looking and torch._C._current_graph_task_id() != -1:
+            engine: Any = torch.autograd.Variable._execution_engine
+            # At the end of backward, after the callback in which DDP copies to the gradients; it queues that one later.
+            engine.queue_callback(lambda: engine.queue_callback(partial(self._note_delivered, looking)))
+
     @torch.no_grad()
-    def _look_for_clipping(self, optimizer: Optimizer) -> None:
-        """Says so if gradients reach the first steps with one norm again and again, and none was told."""
-        norms = self._norms.setdefault(id(optimizer), [])
-        grads = [p.grad for p in all_parameters(optimizer) if p.grad is not None]
-        hints = self._config.compresses and self._config.error_feedback and self._max_norm is None
-        if not hints or self._say._rank or len(norms) >= READ[-1] or getattr(optimizer, "grad_scale", None) is not None:
+    def _note_delivered(self, optimizers: Sequence[Optimizer]) -> None:
+        """Notes the norms of optimizers' gradients before the user changes them."""
+        for each in optimizers:
+            gradients = _gradients(each)
+            if any(g.is_sparse or local_part(g) is not g for g in gradients):
+                self._norms[id(each)] = ENDED  # a rank does not know the norm of all shards
+                self._delivered.pop(id(each), None)
+            elif gradients:
+                norm = torch.nn.utils.get_total_norm(gradients).float()
+                self._delivered[id(each)] = norm if self.scale is None else norm / self.scale
+
+    @torch.no_grad()
+    def _look_for_clipping(self, optimizer: Optimizer, delivered: Tensor) -> None:
+        """Says so if the user makes the gradients of the first steps smaller, to one norm again and again.
+
+        ``delivered`` is the norm of this step's gradients when backward had ended: they may all have one by themselves.
+        """
+        gradients, norms = _gradients(optimizer), self._norms[id(optimizer)]
+        if not gradients or getattr(optimizer, "grad_scale", None) is not None:
             return
-        if not grads or any(g.is_sparse or local_part(g) is not g for g in grads):
-            return  # a rank does not know the norm of all shards
-        norms.append(torch.nn.utils.get_total_norm(grads).float())
-        if len(norms) in READ:
-            found, near = torch.stack(norms).tolist(), max(1e-3, torch.finfo(grads[0].dtype).eps)
-            most = max(found)
-            if sum(each > most * (1 - near) for each in found) >= READ[0] // 2:
-                norms *= READ[-1]  # no more are measured
+        norms.append(torch.stack([torch.nn.utils.get_total_norm(gradients).float(), delivered]))
+        if len(norms) not in READ:
+            return
+        found, near = torch.stack(norms).tolist(), max(1e-3, torch.finfo(gradients[0].dtype).eps)
+        most = max(norm for norm, _ in found)
+        alike = [before > norm * (1 + near) for norm, before in found if norm > most * (1 - near)]
+        if len(alike) >= READ[0] // 2:
+            self._norms[id(optimizer)] = ENDED
+            if sum(alike) >= READ[0] // 2:
                 self._say(
                     f"lightning_topk: your gradients are clipped to norm {most:.3g}: pass max_norm={most:.3g} to "
                     "attach, or what waits counts unclipped. With a strategy, clip by gradient_clip_val=, by "
@@ -339,6 +369,11 @@ class Optimizers(Watch):
                 f"in every step and take the place of others in the payloads: {remedy}. If fine-tuning has unfrozen "
                 "them with train_bn=False, pass train_bn=True."
             )
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients of an optimizer's step."""
+    return [p.grad for p in all_parameters(optimizer) if p.grad is not None]
 
 
 def check_optimizers(config: TopKConfig, optimizers: Iterable[Optimizer]) -> None:

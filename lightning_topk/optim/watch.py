@@ -18,8 +18,10 @@ The gradient of one parameter of each optimizer (:class:`_Watched`) shows the la
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
+from itertools import repeat
 from typing import Any, Literal, Protocol
 from weakref import WeakMethod, ref
 
@@ -123,12 +125,15 @@ class Watch:
 
     def check_others(self, optimizer: Optimizer, known: _Watched | None) -> None:
         """Warns if another optimizer than the known ones takes the steps; a known one may wrap it and step too."""
-        moved = {p for p in all_parameters(optimizer) if p.grad is not None}
-        if known is None and (not self._pending or moved.isdisjoint(self.compressed)):
-            return
+        if known is None:
+            moved = (p for p in all_parameters(optimizer) if p.grad is not None)
+            if not self._pending or frozenset(self.compressed).isdisjoint(moved):
+                return
         self._pending, self._by_others = False, 0 if known else self._by_others + 1
         for each in self.watched:
-            if each.parameter in moved:
+            p = each.parameter
+            waits = each.state != "nothing" and p is not None and p.grad is not None
+            if waits and any(map(operator.is_, all_parameters(optimizer), repeat(p))):
                 each.state = "nothing"
         adapts = self._config.adapts_momentum or self._config.momentum
         if self._by_others == 2 and adapts and self._sees_all:

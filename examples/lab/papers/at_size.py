@@ -188,6 +188,7 @@ def preempt(at: int, cluster: Cluster, gradients: Sequence[Tensor]) -> None:
                 tensor.zero_()
         for adapted in AdaptedMomentum._instances.values():
             adapted.members.clear()
+            adapted._prepared = None
 
 
 def train_run(

@@ -12,7 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_topk.core.layout import Layout, NodeShards, PayloadFormat
 from lightning_topk.core.ops import reference
-from lightning_topk.core.ops.reference import Stepped
+from lightning_topk.core.ops.reference import Rule, Stepped
 
 FAILED: dict[str, str] = {}
 """Why an installed compiler does not work here, by its name."""
@@ -171,45 +171,47 @@ def _kernels_for(bucket: Tensor) -> Any | None:
     return fast(bucket.device) if known else None
 
 
-Kind = Callable[..., None]
-"""Steps all parameters that have one in common in one launch of :func:`catch_up_`; compared by identity, which is fast.
-"""
+Kind = tuple[torch.device, torch.dtype, torch.dtype]
+"""The device of parameters that are stepped in one launch, and the dtypes of their momentum buffers and gradients."""
 
 
-@cache
-def known_kind(device: torch.device, buffer: torch.dtype, parameter: torch.dtype) -> Kind | None:
-    """The kind of buffers of a dtype, of parameters of one; None if no fast version can step them."""
-    version = fast(device)
-    return partial(version.catch_up_) if version is not None and {buffer, parameter} <= {*version.FLOATS} else None
-
-
-def kind_of(buffer: Tensor, waited: Tensor, parameter: Tensor) -> Kind | None:
+def kind_of(stepped: Stepped) -> Kind | None:
     """The kind of a parameter; None if no fast version can step it."""
-    dense = torch.ops.aten.is_non_overlapping_and_dense(buffer)
-    same = dense and all(alike(each, buffer) for each in (waited, parameter))
-    return known_kind(buffer.device, buffer.dtype, parameter.dtype) if same else None
+    buffer, gradient = stepped.buffer, stepped.gradient
+    version, dense = fast(buffer.device), torch.ops.aten.is_non_overlapping_and_dense(buffer)
+    if version is None or not dense or not {buffer.dtype, gradient.dtype} <= {*version.FLOATS}:
+        return None
+    theirs = [x for x in (gradient, stepped.parameter, stepped.replacement) if x is not None]
+    same = all((x.dtype, x.device) == (gradient.dtype, buffer.device) for x in theirs)
+    same = same and all(alike(x, buffer) for x in (stepped.waited, stepped.out, *theirs))
+    return (buffer.device, buffer.dtype, gradient.dtype) if same else None
 
 
-def catch_up_(
-    several: Sequence[tuple[Stepped, Kind | None]],
-    scale: Tensor | None,
-    skipped: Tensor | None,
-    tables: dict[Kind, dict[str, Any]],
-) -> None:
-    """Steps momentum buffers, all of a kind in one launch; see :func:`.reference.catch_up_`.
+class CatchUp:
+    """Steps the momentum buffers of parameters, all of a kind in one launch; see :func:`.reference.catch_up_`.
 
-    ``tables`` is empty at the first call for these parameters, and keeps tables of their addresses on the device.
+    It serves all steps that differ only in numbers of the rules, not in their forms, and in addresses: the same tensors
+    with other gradients of the same dtypes and memory formats.
     """
-    rules = {id(stepped.rule): stepped.rule for stepped, _ in several}
-    unread = {key for key, rule in rules.items() if any(isinstance(each, Tensor) for each in rule)}  # scalars on a GPU
-    together = defaultdict[Kind | None, list[Stepped]](list)
-    for stepped, kind in several:
-        together[None if id(stepped.rule) in unread else kind].append(stepped)
-    for stepped in together.pop(None, []):
-        reference.catch_up_(stepped, scale, skipped)
-    for kind, members in together.items():
-        assert kind is not None
-        kind(members, scale, skipped, tables.setdefault(kind, {}))
+
+    def __init__(self, several: Sequence[Stepped], rules: Sequence[Rule]) -> None:
+        kinds = defaultdict[Kind | None, list[int]](list)
+        for place, each in enumerate(several):
+            kinds[None if rules[each.rule].unread else kind_of(each)].append(place)
+        self._singly = [(place, several[place]) for place in kinds.pop(None, [])]
+        self._together = list[tuple[list[int], Any]]()
+        for kind, places in kinds.items():
+            version: Any = None if kind is None else fast(kind[0])
+            self._together.append((places, version.CatchUp([several[place] for place in places])))
+
+    def __call__(
+        self, gradients: Sequence[Tensor], rules: Sequence[Rule], scale: Tensor | None, skipped: Tensor | None
+    ) -> None:
+        """Takes a step of rules in which ``Stepped.rule`` is an index."""
+        for place, each in self._singly:
+            reference.catch_up_(each._replace(gradient=gradients[place]), rules[each.rule], scale, skipped)
+        for places, launch in self._together:
+            launch([gradients[place] for place in places], rules, scale, skipped)
 
 
 def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:

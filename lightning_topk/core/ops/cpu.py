@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +15,11 @@ from torch import Tensor
 
 from lightning_topk.core.layout import Layout, PayloadFormat
 from lightning_topk.core.ops import loops, reference
-from lightning_topk.core.ops.reference import Stepped, address_table, sample_of
+from lightning_topk.core.ops.reference import AddressTable, Rule, sample_of
 
 # Each element of a sample costs a cache line of the residual and one of the gradient; fewer leave more candidates.
 SAMPLE = 1 << 13  # minimum size of a sample
-FLOATS = {torch.float32}  # dtypes of parameters and momentum buffers that `catch_up_` supports
+FLOATS = {torch.float32}  # dtypes of parameters and momentum buffers that `CatchUp` supports
 salts = random.Random()  # seeds of samples; the selection does not depend on them
 
 
@@ -119,11 +118,16 @@ def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
     return torch.tensor([[loops.count_reaching(row, least)] for row, least in pairs])
 
 
-def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor | None, tables: dict[str, Any]) -> None:
-    """Same as :func:`lightning_topk.core.ops.reference.catch_up_` of each, in one pass over memory."""
-    rows, rules = address_table(several)
-    taken, factor = skipped is None or not skipped, 1.0 if scale is None else float(scale)
-    loops.catch_up(np.array(rows, np.int64), np.array(rules, np.float64), factor, bool(taken))
+class CatchUp(AddressTable):
+    """Same as :func:`lightning_topk.core.ops.reference.catch_up_` of each parameter, in one pass over memory."""
+
+    def __call__(
+        self, gradients: Sequence[Tensor], rules: Sequence[Rule], scale: Tensor | None, skipped: Tensor | None
+    ) -> None:
+        """See :class:`lightning_topk.core.ops.CatchUp`."""
+        self.find(gradients)
+        taken, factor = skipped is None or not skipped, 1.0 if scale is None else float(scale)
+        loops.catch_up(self.rows, np.array([rules[n] for n in self.rules], np.float64), factor, bool(taken))
 
 
 def _sample(layout: Layout, k: int) -> tuple[int, int, int]:

@@ -32,16 +32,16 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from lightning_topk.core.layout import BLOCK, DAMAGED, PIECE, Layout, PayloadFormat
 from lightning_topk.core.ops import kernels, reference
-from lightning_topk.core.ops.reference import Stepped, address_table, sample_of
+from lightning_topk.core.ops.reference import AddressTable, Rule, Stepped, sample_of
 
 TILE = 4096  # elements per program, a multiple of the block size
 SLOTS = 1024  # entries per program that writes payloads, a multiple of 64, since groups of values share a scale
@@ -246,49 +246,64 @@ def nan_unless_(g: Tensor, starts: Tensor, condition: Tensor) -> None:
 def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
     """Same as :func:`lightning_topk.core.ops.reference.fold_signs_`, in one launch."""
     with torch.cuda.device_of(counts):
-        kernels.fold_signs[(len(counts),)](
-            counts, fresh, ratio, reference.RANGES, reference.KEPT, reference.PRIOR, reference.CERTAIN, math.pi / 2,
-            num_warps=1, **EXACT,
+        launcher(counts.device, 0, counts, fresh, ratio)(
+            kernels.fold_signs, (len(counts),), counts, fresh, ratio, reference.RANGES, reference.KEPT, reference.PRIOR,
+            reference.CERTAIN, math.pi / 2, num_warps=1,
         )  # fmt: skip
 
 
-def catch_up_(several: Sequence[Stepped], scale: Tensor | None, skipped: Tensor | None, tables: dict[str, Any]) -> None:
-    """Same as :func:`lightning_topk.core.ops.reference.catch_up_` of each, in one launch.
+CAPTURED: list[Any] = []
+"""Tables, and what they were copied from, which replays of CUDA graphs read again; some kilobytes of each graph."""
 
-    It moves 18 bytes per float32 entry; 4 more for Adam's, and 4 more with weight decay in the gradient. ``tables`` are
-    copied to the device where they changed.
+
+class CatchUp(AddressTable):
+    """Same as :func:`lightning_topk.core.ops.reference.catch_up_` of each parameter, in one launch.
+
+    It moves 18 bytes per float32 entry; 4 more for Adam's, and 4 more with weight decay in the gradient. Tables are
+    copied to the device when they have changed.
     """
-    buffer, parameter, (rows, rules) = several[0].buffer, several[0].parameter, address_table(several)
-    tiles = [_ceil(row[8], SLOTS) for row in rows]
-    firsts = [end - own for end, own in zip(accumulate(tiles), tiles, strict=True)]
-    if not sum(tiles):
-        return  # empty shards
-    by_rule = []
-    for rule in rules:
-        m, n = rule.momentum, rule.squares
-        memory = math.log2(n) if n else -math.inf, 0.0 if n == 1 else 1 / (1 - n)
-        by_rule.append([*rule, math.log2(m), 1 / (1 - m), rule.weight / m, *memory])
-    table = _on(buffer, tables, torch.int64, [[*row, first] for row, first in zip(rows, firsts, strict=True)])
-    owners = _on(buffer, tables, torch.int32, tiles)
-    dtypes = FLOATS[buffer.dtype], FLOATS[parameter.dtype]
-    with torch.cuda.device_of(buffer):
-        kernels.catch_up[(sum(tiles),)](
-            table, owners, _on(buffer, tables, torch.float32, by_rule), table if scale is None else scale,
-            table if scale is None else scale.reciprocal(), table if skipped is None else skipped, *dtypes,
-            scale is not None, skipped is not None, SLOTS, num_warps=8, **EXACT,
-        )  # fmt: skip
+
+    def __init__(self, several: Sequence[Stepped]) -> None:
+        super().__init__(several)
+        self._device = several[0].buffer.device
+        self._dtypes = FLOATS[several[0].buffer.dtype], FLOATS[several[0].gradient.dtype]
+        tiles = -(-self.rows[:, 8] // SLOTS)
+        self.rows[:, 10] = tiles.cumsum() - tiles
+        self._tiles, owners = int(tiles.sum()), np.arange(len(tiles), dtype=np.int32).repeat(tiles)
+        self._owners = self._table = self._rules = self._copied(owners)
+        self._known: list[Rule] = []  # in the table of rules
+
+    def __call__(
+        self, gradients: Sequence[Tensor], rules: Sequence[Rule], scale: Tensor | None, skipped: Tensor | None
+    ) -> None:
+        """See :class:`lightning_topk.core.ops.CatchUp`."""
+        if self.find(gradients):
+            self._table = self._copied(self.rows)
+        if (its := [rules[number] for number in self.rules]) != self._known:
+            self._known, self._rules = its, self._copied(np.array([*map(_numbers, its)], np.float32))
+        if not self._tiles:
+            return  # empty shards
+        tables = self._table, self._owners, self._rules
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            CAPTURED.append(tables)
+        table, owners, numbers = [copied for _, copied in tables]
+        factor, flag = table if scale is None else scale, table if skipped is None else skipped
+        with torch.cuda.device_of(table):
+            combination = *self._dtypes, scale is not None, skipped is not None
+            launcher(self._device, 0, table, owners, numbers, factor, flag, *combination)(
+                kernels.catch_up, (self._tiles,), table, owners, numbers, factor,
+                table if scale is None else scale.reciprocal(), flag, *combination, SLOTS, num_warps=8,
+            )  # fmt: skip
+
+    def _copied(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """A table, and its copy on the device; the host does not wait."""
+        source = torch.tensor(rows)
+        source = source if self._device.type == "cpu" else source.pin_memory()
+        return source, source.to(self._device, non_blocking=True)
 
 
-def _on(like: Tensor, tables: dict[Any, Any], dtype: torch.dtype, rows: list[Any]) -> Tensor:
-    """A table on the device of ``like``, copied there if it changed. From a list: each row's number, so many times."""
-    known = tables.get(dtype)
-    if known is None or known[0] != rows:
-        made = torch.tensor(rows, dtype=dtype)
-        if made.dim() == 1:
-            made = torch.arange(len(rows), dtype=dtype).repeat_interleave(made, output_size=sum(rows))
-        # An asynchronous copy: the host does not wait for the device.
-        source = made.pin_memory() if like.is_cuda else made
-        known = tables[dtype] = rows, source.to(like.device, non_blocking=True)
-        if like.is_cuda and torch.cuda.is_current_stream_capturing():
-            tables.setdefault("captured", []).append((source, known))  # each replay copies it again
-    return known[1]
+def _numbers(rule: Any) -> list[float]:
+    """A row of the kernel's table of rules."""
+    m, n = rule.momentum, rule.squares
+    memory = math.log2(n) if n else -math.inf, 0.0 if n == 1 else 1 / (1 - n)
+    return [*rule, math.log2(m), 1 / (1 - m), rule.weight / m, *memory]

@@ -540,8 +540,8 @@ def catch_up(
 ):  # fmt: skip
     """Steps the momentum buffers of several parameters, see ``reference.catch_up_``.
 
-    A row of ``table`` is one of ``reference.address_table``, and the number of its first tile. ``owners`` has the row
-    of each tile. A row of ``rules`` is a Rule, log2(m), 1 / (1 - m), a / m, log2(n) and 1 / (1 - n). BUFFER and
+    A row of ``table`` is one of ``reference.AddressTable``, ending in the number of its first tile. ``owners`` has the
+    row of each tile. A row of ``rules`` is a Rule, log2(m), 1 / (1 - m), a / m, log2(n) and 1 / (1 - n). BUFFER and
     GRADIENT are dtypes. ``inverse`` is 1 / ``scale``.
     """
     owner = tl.load(owners + tl.program_id(0))

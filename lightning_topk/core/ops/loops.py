@@ -482,7 +482,7 @@ def _floats(address, numel):
 
 @compiled
 def catch_up(table, rules, scale, taken):
-    """See ``reference.catch_up_`` and ``reference.address_table``; ``taken`` is false if the step is skipped.
+    """See ``reference.catch_up_`` and ``reference.AddressTable``; ``taken`` is false if the step is skipped.
 
     Most entries are not delivered. The work for all of them is vectorised, tile by tile; a second loop visits the
     delivered ones.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -239,30 +240,45 @@ class Rule(NamedTuple):
     eps: float | Tensor = 0.0  # what the optimizer adds to the root of that mean
 
     @property
-    def replaces(self) -> bool:
-        """Whether the optimizer's own step needs another gradient."""
-        return self.waits or self.has_squares
+    def decays(self) -> bool:
+        """Whether the step reads the parameter."""
+        return _differs(self.decay, 0.0)
 
     @property
     def has_squares(self) -> bool:
         """Whether the optimizer divides by a mean of squares."""
         return _differs(self.squares, 1.0)
 
+    @property
+    def replaces(self) -> bool:
+        """Whether the optimizer's own step needs another gradient."""
+        return self.waits or self.has_squares
+
+    @property
+    def unread(self) -> bool:
+        """Whether a number is a scalar on a GPU, which the host does not read."""
+        return len([each for each in self if isinstance(each, Tensor)]) > 0
+
+    @property
+    def form(self) -> tuple[bool, ...]:
+        """What decides which tensors a step takes, and how."""
+        return self.decays, self.waits, self.has_squares, self.unread
+
 
 class Stepped(NamedTuple):
-    """The tensors of one parameter in an adapted step, all of its shape."""
+    """The tensors of one parameter in an adapted step, all of its shape; None for what its rule does not need."""
 
     buffer: Tensor  # the optimizer's momentum buffer, b
     waited: Tensor  # uint8, how many steps each entry has waited since its last delivery, at most 254
     gradient: Tensor  # of any dtype, as the optimizer finds it
     out: Tensor  # of the buffer's dtype: becomes the buffer for the optimizer's own step
-    parameter: Tensor  # x; read only with weight decay
-    replacement: Tensor | None  # of the gradient's dtype: becomes the gradient for the optimizer's own step, or None
-    rule: Rule
+    parameter: Tensor | None  # x; with weight decay
+    replacement: Tensor | None  # of the gradient's dtype: becomes the gradient for the optimizer's own step
     # With a mean of squares, see `fold_signs_`: r of each range of D, `[RANGES]` float32, and counts of signs,
     # `[2 RANGES]` int32, to which the step adds its own.
     ratio: Tensor | None = None
     counts: Tensor | None = None
+    rule: int = 0  # its number in the rules of the step
 
 
 RANGES = 8
@@ -296,7 +312,7 @@ def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
     ratio.copy_(math.pi / 2 * ((1 + surplus) / (1 - surplus)).log())
 
 
-def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | None = None) -> None:
+def catch_up_(stepped: Stepped, rule: Rule, scale: Tensor | None = None, skipped: Tensor | None = None) -> None:
     """Steps a momentum buffer by the rule of :mod:`lightning_topk.optim.momentum`.
 
     With v = m b + a (g + decay) of an entry that waited d steps, and whose gradient is not zero, the buffer becomes
@@ -308,15 +324,16 @@ def catch_up_(stepped: Stepped, scale: Tensor | None = None, skipped: Tensor | N
     ``scale`` is the scalar by which the optimizer divides gradients. The scalar ``skipped`` is nonzero if it skips the
     step: then ``buffer``, ``waited`` and ``counts`` stay.
     """
-    buffer, waited, gradient, out, parameter, replacement, rule, ratio, counts = stepped
+    buffer, waited, gradient, out, parameter, replacement, ratio, counts, _ = stepped
     taken = torch.ones((), dtype=torch.bool, device=buffer.device) if skipped is None else skipped == 0
     delivered = (gradient != 0) & taken
     wide = torch.promote_types(buffer.dtype, torch.float32)
-    b, x, d, first = buffer.to(wide), parameter.to(wide), waited.to(wide), waited == 0
+    b, d, first = buffer.to(wide), waited.to(wide), waited == 0
+    x = 0.0 if parameter is None else parameter.to(wide)
     g = rule.sign * gradient.to(wide)
     if scale is not None:
         g = g / scale
-    if _differs(rule.decay, 0.0):
+    if rule.decays:
         g = g + rule.decay * ((d + 1) * x if rule.waits else torch.where(first, x, 0.0))
     v = rule.momentum * b + rule.weight * g
     faded = rule.momentum**d
@@ -348,21 +365,32 @@ def _differs(factor: float | Tensor, number: float) -> bool:
     return isinstance(factor, Tensor) or factor != number
 
 
-def address_table(several: Sequence[Stepped]) -> tuple[list[list[int]], list[Rule]]:
-    """For compiled loops and kernels: a row of integers for each parameter, and the rules.
+NOTHING = torch.empty(0)
+"""Its address is 0."""
 
-    A row has the addresses of the eight tensors, 0 for one that is not needed; the number of elements; and that of the
-    rule.
+
+class AddressTable:
+    """Parameters whose momentum buffers one compiled loop or kernel steps, and the addresses of their tensors.
+
+    Attributes:
+        rows: ``[parameters, 11]`` int64: addresses of the eight tensors of :class:`Stepped`, 0 for None; the number of
+            elements; the index of the rule in ``rules``; and a column for the subclass.
+        rules: Numbers of their rules in those of a step.
     """
-    rules = {id(each.rule): each.rule for each in several}
-    numbers = {rule: number for number, rule in enumerate(rules)}
-    rows = [
-        [
-            buffer.data_ptr(), waited.data_ptr(), gradient.data_ptr(), out.data_ptr(),
-            parameter.data_ptr() if rule.decay else 0, 0 if replacement is None else replacement.data_ptr(),
-            0 if ratio is None else ratio.data_ptr(), 0 if counts is None else counts.data_ptr(),
-            buffer.numel(), numbers[id(rule)],
-        ]
-        for buffer, waited, gradient, out, parameter, replacement, rule, ratio, counts in several
-    ]  # fmt: skip
-    return rows, [*rules.values()]
+
+    def __init__(self, several: Sequence[Stepped]) -> None:
+        *columns, numbers = zip(*several, strict=True)
+        self._columns = [[NOTHING if x is None else x for x in column] for column in columns]
+        self._addresses: list[int] = []
+        self.rules = sorted({*numbers})
+        self.rows = np.zeros((len(several), 11), np.int64)
+        self.rows[:, 8] = [each.buffer.numel() for each in several]
+        self.rows[:, 9] = [self.rules.index(number) for number in numbers]
+
+    def find(self, gradients: Sequence[Tensor]) -> bool:
+        """Enters the addresses of a step with these gradients; returns whether any has changed."""
+        self._columns[2] = [*gradients]
+        addresses = [x.data_ptr() for column in self._columns for x in column]
+        if changed := addresses != self._addresses:
+            self._addresses, self.rows[:, :8] = addresses, np.array(addresses).reshape(8, -1).T
+        return changed
