@@ -59,7 +59,7 @@ def launched(
         for ratio in ratios:
             codec = Codec(WIRES[wire], layout.shard_size, layout.k_per_shard(k_of(numel, ratio)))
             delivered = torch.float16 if scaled else torch.float32
-            cuda.send(e, x.to(dtype), layout, codec.format(delivered), delivered, scale)
+            cuda.send(e, layout, x.to(dtype), codec.format(delivered), delivered, scale)
             payloads = torch.zeros(8, codec.nbytes, dtype=torch.uint8)
             cuda.receive(payloads, Layout(layout.shard_size), codec.format(), 8, x[: layout.shard_size])
             cuda.receive(payloads, layout, codec.format(), 1, x, scale)

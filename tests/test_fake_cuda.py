@@ -203,7 +203,7 @@ def test_an_exchange_takes_the_launches_in_the_guide_however_many_parameters_the
     assert not {"topk", "sort", "count_nonzero"} & {*launches.names}
 
 
-@pytest.mark.parametrize(("scaled", "more"), [(False, 7), (True, 10)])
+@pytest.mark.parametrize(("scaled", "more"), [(False, 6), (True, 9)])
 def test_clipping_takes_the_launches_in_the_guide_and_fading_none(fake, monkeypatch, scaled, more):
     monkeypatch.setattr(ops, "fast", lambda device: fake)
     plan, clip = plan_bucket(TopKConfig(saving=50), [25_000_000], 4, 1), Clip(torch.zeros(1, device=CUDA))

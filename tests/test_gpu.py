@@ -58,7 +58,7 @@ def test_kernels_select_like_the_reference_at_any_size(numel):
     expected = reference.shard_rows(e, layout)
     places = reference.topk_index(expected, codec.k)
     expected = expected.gather(1, places)
-    payload = cuda.send(e.sub_(x), x, layout, codec.format(), None)
+    payload = cuda.send(e.sub_(x), layout, x, codec.format(), None)
     found = codec.read(payload, torch.float32)
     assert not x.any()
     assert (found[0] == places).double().mean() > 0.9999  # e - x + x may differ from e in its last bit

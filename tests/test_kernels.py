@@ -102,7 +102,7 @@ def selected(e, x, layout, k, send):
 
 
 def fused(e, x, layout, codec, delivered=None):
-    return cuda.send(e, x, layout, codec.format(delivered), delivered)
+    return cuda.send(e, layout, x, codec.format(delivered), delivered)
 
 
 @on_a_device
@@ -153,7 +153,7 @@ def separate(e, x, layout, codec, delivered=None):
     link = Link(layout, TopK(), Residual(0, e.dtype, e.device), delivered)
     link.memory.residual = e
     with mock.patch.object(ops, "fast", return_value=None):
-        return link.send(x, codec)[0]
+        return link.send(x, codec)
 
 
 SHAPES = [(16_384, 1, 1), (NUMEL, 1, 700), (NUMEL, 3, 200), (NUMEL, 4, 25), (NUMEL, 3, 1500), (NUMEL, 2, NUMEL // 3)]
@@ -225,7 +225,7 @@ def test_a_loss_scale_is_removed_and_applied_and_what_waits_fades_in_the_same_la
     scaled, (kept, plain) = (x * scale).to(dtype), (e.clone(), e.clone())
     x = scaled.float() * scale.reciprocal()
     expected = separate(plain.mul_(0.7), x.clone(), layout, codec)
-    payload = cuda.send(kept, scaled, layout, codec.format(), None, scale, 0.7)
+    payload = cuda.send(kept, layout, scaled, codec.format(), None, scale, 0.7)
     assert torch.equal(payload, expected)
     assert torch.equal(kept, plain)
     assert not scaled.any()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.core.layout import PIECE, Layout, NodeShards, k_of
-from lightning_topk.core.link import Link, LinkStats, Step, fused
+from lightning_topk.core.link import Link, Step
 from lightning_topk.core.memory import Memory, MomentumResidual, Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce, Request, Volume, placeholder, request_volume
@@ -87,7 +87,16 @@ class BucketPlan:
         A payload of a server that does not compress holds all entries that its workers can send. ``selector`` is the
         endpoint's, whose selections are encoded; the plan's own is enough for sizes.
         """
-        size, selector = self.layout.shard_size, selector or self.selector
+        return self._fixed or self._codecs_at(step, epoch, selector or self.selector)
+
+    @cached_property
+    def _fixed(self) -> Codecs | None:
+        """The codecs, if they are always the same."""
+        fixed = isinstance(self.k, int) and isinstance(self.server_k, int | None)
+        return self._codecs_at(0, 0, self.selector) if fixed and not isinstance(self.selector, RandK) else None
+
+    def _codecs_at(self, step: int, epoch: int, selector: Selector) -> Codecs:
+        size = self.layout.shard_size
         if not self.topology.compresses:
             everything = Codec(WIRES["fp32"], self.layout.numel, self.layout.numel)
             return Codecs(everything, everything)
@@ -118,6 +127,11 @@ class BucketPlan:
 
     def _k_at(self, k: Varying, step: int, epoch: int, name: str) -> int:
         return self.layout.k_per_shard(k_of(self.layout.numel, ratio_at(k, step, epoch, name)))
+
+    def capacity(self, codecs: Codecs) -> int:
+        """Elements that fit into a worker's payloads, and uncompressed ones."""
+        k = codecs.uplink.k * self.layout.shards + self.uncompressed_numel // self.parts.count
+        return min(k, self.layout.numel)
 
     def density(self) -> float:
         """Fraction of the elements that fit in a worker's payloads, at step 0."""
@@ -176,12 +190,12 @@ class BucketPlan:
         mine = memory("worker", layout.numel)
         if self.momentum:
             mine = MomentumResidual(layout.numel, wide, device, self.momentum)
-        uplink, downlink = fused(Link(layout, selector, mine, parts=self.parts)), None
+        uplink, downlink = Link(layout, selector, mine, parts=self.parts).fuse(), None
         if self.topology.has_servers and (layout.shards == self.world or number == 0):
             served, lossless = Layout(layout.shard_size), self.server_k is None
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
             selector = TopK() if lossless and not isinstance(selector, RandK) else selector
-            downlink = fused(Link(served, selector, memory("server", served.numel), dtype), exact=lossless)
+            downlink = Link(served, selector, memory("server", served.numel), dtype).fuse(exact=lossless)
         return Endpoint(self, rank, wide, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
 
 
@@ -234,6 +248,18 @@ class Endpoint:
         device = self.sizes.device
         return torch.tensor(owner, dtype=torch.int32, device=device), torch.tensor(table, device=device)
 
+    def reply(self, mean: Tensor | None, codec: Codec, step: Step) -> Tensor:
+        """Compresses the workers' ``mean`` ``[shard_size]`` as their server; returns the payload ``[P]`` for all.
+
+        None, and an empty payload, on a rank that is no server. A server that keeps a residual now has what it was
+        sent: nothing of it returns to the workers if the exchange fails.
+        """
+        if "server" in self.plan.feedback:
+            self.uplink.sent = None
+        if mean is None or self.downlink is None:
+            return torch.empty(codec.nbytes, dtype=torch.uint8, device=self.sizes.device)
+        return self.downlink.send(mean, codec, step)[0]
+
     def spread(self, values: Tensor) -> list[Tensor]:
         """Repeats a value of each parameter, ``[parameters]``, for the elements of the memory of each link."""
         count = self.plan.parts.count
@@ -264,16 +290,20 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one exchange."""
+    """Result of one exchange, on the device; None where not measured. See :class:`.Link` for what links measure."""
 
     finite: Tensor  # scalar bool, the same on every rank: whether all delivered values are finite
-    uplink: LinkStats
-    downlink: LinkStats | None = None  # None on a rank that is not a server
-    norms: Tensor | None = None  # [2, limits] float32: of this worker's gradient as it entered, and of the delivered
+    errors: Sequence[Tensor | None] = ()  # of each link
+    per_layer: Tensor | None = None
+    norms: tuple[Tensor, Tensor] | None = (
+        None  # each [limits] float32: of this worker's gradient as it entered, delivered
+    )
 
 
 Exchange = Generator[Request, Any, Outcome]
 """Generator that exchanges one bucket: yields requests, receives their replies, and returns an :class:`Outcome`."""
+Path = Generator[Request, Any, Tensor]
+"""The same for a topology alone; returns whether all delivered values are finite, a scalar bool."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +311,7 @@ class Topology:
     """Who sends what to whom."""
 
     name: str
-    exchange: Callable[[Endpoint, Tensor, Codecs, Step], Exchange]  # replaces g [numel] by the mean that all agree on
+    exchange: Callable[[Endpoint, Tensor, Codecs, Step], Path]  # replaces g [numel] by the mean that all agree on
     requests: Callable[[BucketPlan, Codecs], list[Request]]  # predicts those of `exchange`, without content
     compresses: bool = True
     has_servers: bool = True  # servers answer the workers

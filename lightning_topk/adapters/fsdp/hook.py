@@ -37,9 +37,9 @@ from lightning_topk.adapters.fsdp.param_groups import ParamGroup, param_groups_o
 from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime.groups import check_agreement, on_device, on_failure
+from lightning_topk.runtime.jobs import mark
 from lightning_topk.runtime.momentum import local_part
 from lightning_topk.runtime.optimizers import GetOptimizers, getter
-from lightning_topk.runtime.passes import mark
 from lightning_topk.runtime.state import HookState
 
 

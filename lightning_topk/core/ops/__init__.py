@@ -98,7 +98,7 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
 
 
 Sender = Callable[..., Tensor | None]
-"""``send(e, x, layout, form, delivered, scale, fade)``, see :func:`sender`."""
+"""``send(x, form, delivered, scale, fade)``, see :func:`sender`."""
 
 
 def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool = False) -> Sender | None:
@@ -114,7 +114,7 @@ def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool
     On a GPU it may send fewer than the k largest, unless ``exact`` rules it out.
     """
     version = fast(e.device)
-    return version.send if version is not None and version.sends(e, layout, delivered, exact) else None
+    return version.sender(e, layout, delivered, exact) if version is not None else None
 
 
 def receive(

@@ -7,7 +7,8 @@ the same bits as the reference's, except that momentum agrees to rounding.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,15 @@ def attempt(device: torch.device) -> None:
     topk_index(torch.zeros(1, SAMPLE, dtype=torch.float32, device=device), 1)
 
 
-def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool) -> bool:
-    """Whether :func:`send` can send from ``e``: if it is float32."""
-    return e.dtype == torch.float32
+def sender(
+    e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool
+) -> Callable[..., Tensor | None] | None:
+    """See :func:`lightning_topk.core.ops.sender`: for float32."""
+    return partial(send, e, layout) if e.dtype == torch.float32 else None
 
 
 def send(
-    e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
+    e: Tensor, layout: Layout, x: Tensor, form: PayloadFormat, delivered: torch.dtype | None,
     scale: Tensor | None = None, fade: float = 1.0,
 ) -> Tensor | None:  # fmt: skip
     """See :func:`lightning_topk.core.ops.sender`, for finite ``x``."""

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -63,7 +63,7 @@ def attempt(device: torch.device) -> None:
     e, x = torch.zeros(2, TILE, dtype=torch.float32, device=device).unbind()
     form = PayloadFormat(TILE, 1, 32, 1.0, 4, 12, 3, 12, 0)
     for _ in range(2):
-        payloads = send(e, x, Layout(TILE), form, None)
+        payloads = send(e, Layout(TILE), x, form, None)
         assert payloads is not None
         receive(payloads, Layout(TILE), form, 1, x)
 
@@ -97,9 +97,12 @@ def _compiled(*combination: Any) -> dict[Any, Any]:
     return {}
 
 
-def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool) -> bool:
-    """Whether :func:`send` can send from ``e``: float32, in full blocks. It selects by an estimated threshold."""
-    return not exact and _full_blocks(layout) and e.dtype == torch.float32 and delivered in (None, *FLOATS)
+def sender(
+    e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool
+) -> Callable[..., Tensor | None] | None:
+    """See :func:`lightning_topk.core.ops.sender`: for float32, in full blocks. It selects by an estimated threshold."""
+    sends = not exact and _full_blocks(layout) and e.dtype == torch.float32 and delivered in (None, *FLOATS)
+    return partial(send, e, layout) if sends else None
 
 
 def _full_blocks(layout: Layout) -> bool:
@@ -108,7 +111,7 @@ def _full_blocks(layout: Layout) -> bool:
 
 
 def send(
-    e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
+    e: Tensor, layout: Layout, x: Tensor, form: PayloadFormat, delivered: torch.dtype | None,
     scale: Tensor | None = None, fade: float = 1.0,
 ) -> Tensor | None:  # fmt: skip
     """See :func:`lightning_topk.core.ops.sender`; if fewer than k are sent, rows end in zeros."""
