@@ -13,6 +13,7 @@ import torch
 
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
+from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout, k_of
 from lightning_topk.core.ops.reference import Rule, Stepped
 from lightning_topk.core.wire import WIRES, Codec
@@ -59,7 +60,7 @@ def launched(
         for ratio in ratios:
             codec = Codec(WIRES[wire], layout.shard_size, layout.k_per_shard(k_of(numel, ratio)))
             delivered = torch.float16 if scaled else torch.float32
-            cuda.send(e, layout, x.to(dtype), codec.format(delivered), delivered, scale)
+            cuda.Send(e, layout, ops.Scratch())(x.to(dtype), codec.format(delivered), delivered, scale)
             payloads = torch.zeros(8, codec.nbytes, dtype=torch.uint8)
             cuda.receive(payloads, Layout(layout.shard_size), codec.format(), 8, x[: layout.shard_size])
             cuda.receive(payloads, layout, codec.format(), 1, x, scale)

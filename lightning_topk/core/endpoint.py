@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_topk.core import ops
 from lightning_topk.core.layout import PIECE, Layout, NodeShards, k_of
 from lightning_topk.core.link import Link, Step
 from lightning_topk.core.memory import Memory, MomentumResidual, Residual
@@ -176,10 +177,12 @@ class BucketPlan:
         sent = request_volume(ring, 0, self.workers, self.local)
         return Volume(dense=sent.uplink, dense_inter_node=sent.inter_node)
 
-    def endpoint(self, rank: int, dtype: torch.dtype, device: torch.device) -> Endpoint:
+    def endpoint(
+        self, rank: int, dtype: torch.dtype, device: torch.device, scratch: ops.Scratch | None = None
+    ) -> Endpoint:
         """Creates the endpoint of a rank, one of all, for a bucket of ``dtype``, with empty memories.
 
-        Residuals are float64 for float64 and float32 otherwise.
+        Residuals are float64 for float64 and float32 otherwise. Endpoints may share ``scratch`` memory.
         """
         layout, selector, number = self.layout, copy.deepcopy(self.selector), rank // self.parts.count
         wide = torch.promote_types(dtype, torch.float32)
@@ -190,12 +193,12 @@ class BucketPlan:
         mine = memory("worker", layout.numel)
         if self.momentum:
             mine = MomentumResidual(layout.numel, wide, device, self.momentum)
-        uplink, downlink = Link(layout, selector, mine, parts=self.parts).fuse(), None
+        uplink, downlink = Link(layout, selector, mine, parts=self.parts).fuse(scratch=scratch), None
         if self.topology.has_servers and (layout.shards == self.world or number == 0):
             served, lossless = Layout(layout.shard_size), self.server_k is None
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
             selector = TopK() if lossless and not isinstance(selector, RandK) else selector
-            downlink = Link(served, selector, memory("server", served.numel), dtype).fuse(exact=lossless)
+            downlink = Link(served, selector, memory("server", served.numel), dtype).fuse(lossless, scratch)
         return Endpoint(self, rank, wide, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
 
 

@@ -114,13 +114,13 @@ class Link:
     error: Tensor | None = field(default=None, init=False)
     per_layer: Tensor | None = field(default=None, init=False)
 
-    def fuse(self, exact: bool = False) -> Link:
+    def fuse(self, exact: bool = False, scratch: ops.Scratch | None = None) -> Link:
         """Sends in one pass over memory from now on, if :func:`.ops.sender` has a function for that; returns itself.
 
         On a GPU it may send fewer than the k largest entries (:mod:`.core.ops.cuda`), unless they must be ``exact``.
         """
         if type(self.selector) is TopK and type(self.memory) is Residual:
-            self.function = ops.sender(self.memory.residual, self.layout, self.delivered, exact)
+            self.function = ops.sender(self.memory.residual, self.layout, self.delivered, exact, scratch)
         return self
 
     def send(self, x: Tensor, codec: Codec, step: Step = FIRST) -> Tensor:
@@ -132,13 +132,18 @@ class Link:
         Returns:
             Payloads ``[shards, P]`` uint8.
         """
-        scale, payloads = step.scale if self.parts is not None else None, None
-        if step.clip is not None and self.parts is not None:
-            scale = self._clip(x, step.clip, step, self.parts)
-        to = None if step.scale is not None else self.delivered
+        parts, to, payloads = self.parts, None if step.scale is not None else self.delivered, None
+        scale, clip = (None, None) if parts is None else (step.scale, step.clip)
+        if clip is not None and parts is not None and (ops.on_cpu(x) or clip.of is not None or step.apart is not None):
+            scale, clip = self._clip(x, clip, step, parts), None
         if self.function is not None and not step.measure.error:
-            payloads = self.function(x, codec.form if to is None else codec.format(to), to, scale, step.fade)
+            form, limit = codec.form if to is None else codec.format(to), None
+            if clip is not None and parts is not None:
+                limit = clip.slopes, math.sqrt(parts.count), x.new_empty(3, dtype=torch.float32)
+                self.clipped = limit[2][1:].view(2, 1)
+            payloads = self.function(x, form, to, scale, step.fade, limit)
         if payloads is None:
+            scale = scale if clip is None or parts is None else self._clip(x, clip, step, parts)
             payloads = self._send_by_steps(x, codec, step, scale, to)
         self.sent = payloads, codec
         return payloads
@@ -204,11 +209,11 @@ def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, scratch: Tenso
     The mean has ``dtype``. It is built in ``scratch``, ``[numel]`` zeros, if dtype and size fit. If several ranks
     compute it, it must be ``ordered``, so that they get the same bits.
     """
-    fits = scratch.dtype == dtype and len(scratch) >= codec.universe
+    fits = scratch.dtype == dtype and scratch.numel() >= codec.universe
     total = scratch[: codec.universe] if fits else scratch.new_zeros(codec.universe, dtype=dtype)
-    workers = len(payloads)
+    workers = payloads.shape[0]
     divisor = workers if workers.bit_count() == 1 else 1  # dividing by a power of two first gives the same bits
-    if ops.receive(payloads, Layout(codec.universe), codec.form, divisor, total, ordered=ordered) is None:
+    if ops.receive(payloads, codec.layout, codec.form, divisor, total, ordered=ordered) is None:
         codec.check(payloads)
         index, value = codec.read(payloads, dtype)
         value = value / divisor

@@ -113,6 +113,7 @@ class Residuals:
         """The state that uses them, or the last one that did."""
         self._kept: dict[Tensor, _Kept] = {}
         self._live: list[Bucket] = []  # those with an endpoint
+        self._scratch = ops.Scratch()  # of a lane
         self.dropped = Counter[str]()  # parameters whose residuals were dropped since the last warning, by reason
 
     # -------------------------------------------------------------------------------- endpoints
@@ -122,7 +123,7 @@ class Residuals:
         end = bucket.endpoint
         if end is None or end.plan is not plan:
             self.drop_endpoints(set(bucket))
-            end = plan.endpoint(self.rank, bucket[0].dtype, bucket[0].device)
+            end = plan.endpoint(self.rank, bucket[0].dtype, bucket[0].device, self._scratch)
             self._fill(end, bucket)
             bucket.endpoint = end
             self._live.append(bucket)
@@ -220,7 +221,7 @@ class Residuals:
         """Prepares for the exchanges of another state, whose settings may differ."""
         self.offload_to_cpu()
         self._forget_changed(self._kept)
-        self.state, self.rank = state, rank
+        self.state, self.rank, self._scratch = state, rank, ops.Scratch()
 
     def offload_to_cpu(self) -> None:
         """Drops all endpoints and moves their memories to the CPU, until the next exchange of their parameters."""
