@@ -310,20 +310,20 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_gpu has the laws on a GPU")
 @pytest.mark.parametrize(
-    ("topology", "bidirectional", "dtype", "scale", "ratio", "steps"),
+    ("topology", "bidirectional", "dtype", "scale", "ratio", "steps", "clip"),
     [
-        ("sharded", True, torch.float32, 3e3, 0.02, 2),
-        ("single_server", False, torch.float16, 3e3, 0.3, 2),
-        ("hierarchical", True, torch.bfloat16, None, 0.02, 1),
+        ("sharded", True, torch.float32, 3e3, 0.02, 2, 20.0),
+        ("single_server", False, torch.float16, 3e3, 0.3, 2, None),
+        ("hierarchical", True, torch.bfloat16, None, 0.02, 1, 20.0),
     ],
 )
-def test_the_laws_hold_with_the_kernels(monkeypatch, topology, bidirectional, dtype, scale, ratio, steps):
+def test_the_laws_hold_with_the_kernels(monkeypatch, topology, bidirectional, dtype, scale, ratio, steps, clip):
     """On the paths of a GPU: scales and the ranks of a node are left to kernels, also at densities above 1/8."""
     as_on_a_gpu(monkeypatch)
     sent = mock.Mock(side_effect=cuda.Send.__call__)
     monkeypatch.setattr(cuda.Send, "__call__", lambda *arguments: sent(*arguments))
     config = TopKConfig(ratio, topology=topology, bidirectional=bidirectional)
-    simulate(config, 2, 2_000, dtype, steps, scale=scale)
+    simulate(config, 2, 2_000, dtype, steps, scale=scale, clip=clip)
     assert sent.called
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -28,9 +28,6 @@ class Codecs(NamedTuple):
 
     uplink: Codec
     reply: Codec
-
-
-_codec = lru_cache(maxsize=1024)(Codec)  # asked for every bucket in every step
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,10 +107,9 @@ class BucketPlan:
         else:
             # Workers that draw the same positions send no others.
             down = up if shared is not None else min(size, self.world * up)
-        make = _codec if shared is None else Codec  # a selector holds tensors: not in a cache
         tag = self.tag if shared is None else (self.tag + step) % 2**24  # ranks at other steps draw other positions
         common = shared, tag, self.padding
-        return Codecs(make(self.wire, size, up, *common), make(self.wire, size, down, *common))
+        return Codecs(Codec(self.wire, size, up, *common), Codec(self.wire, size, down, *common))
 
     @cached_property
     def lossless(self) -> bool:
@@ -160,15 +156,8 @@ class BucketPlan:
 
     def volume_of(self, codecs: Codecs, rank: int, voters: int | None) -> Volume:
         """The bytes of an exchange with these codecs."""
-        key = codecs.uplink.k, codecs.reply.k, rank, voters
-        if key not in self._volumes:
-            asked = (request_volume(each, rank, self.workers, self.local) for each in self._asked(codecs, voters))
-            self._volumes[key] = sum(asked, self.dense_volume)
-        return self._volumes[key]
-
-    @cached_property
-    def _volumes(self) -> dict[tuple[int, int, int, int | None], Volume]:
-        return {}
+        asked = (request_volume(each, rank, self.workers, self.local) for each in self._asked(codecs, voters))
+        return sum(asked, self.dense_volume)
 
     @cached_property
     def dense_volume(self) -> Volume:

@@ -67,7 +67,6 @@ class Pass:
         ready: Mark of when the last gradient was ready: from then on, backward hides nothing.
         buckets: The buckets exchanged so far.
         jobs: The exchanges, in the order of submission. Empty gradients have none.
-        ended: Whether all its jobs were submitted.
     """
 
     step: int
@@ -83,7 +82,6 @@ class Pass:
     ready: Mark | None = None
     buckets: list[Bucket] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
-    ended: bool = False
 
     @property
     def in_flight(self) -> bool:

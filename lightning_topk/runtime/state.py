@@ -196,7 +196,7 @@ class HookState:
         """
         now, self.current = self.current or self._outside_pass("end_pass"), None
         buckets = now.buckets
-        now.ended, now.ready = True, ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
+        now.ready = ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
         same = tuple(buckets) == self.last_buckets
         self._unchanged = self._unchanged + 1 if same else 0
         self.shares.end_pass(same)

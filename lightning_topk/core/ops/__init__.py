@@ -108,17 +108,13 @@ class Scratch:
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Returns int32 tensors of at least these sizes, the former zero; each begins at a multiple of 16 bytes."""
         sizes = [[-(-size // 4) * 4 for size in several] for several in (zeros, others)]
-        known, need = self.memory, [*map(sum, sizes)]
-        if (
-            known is None
-            or known[0].device != device
-            or any(len(x) < size for x, size in zip(known, need, strict=True))
-        ):
-            made = [max(size, 0 if known is None else len(known[i])) for i, size in enumerate(need)]
+        need, known = [*map(sum, sizes)], self.memory
+        now = [0, 0] if known is None or known[0].device != device else [*map(len, known)]
+        if known is None or now[0] < need[0] or now[1] < need[1]:
+            first, second = map(max, now, need)
             options: Any = {"dtype": torch.int32, "device": device}
-            known = self.memory = torch.zeros(made[0], **options), torch.empty(made[1], **options)
-        first, second = (x[:size].split(each) for x, size, each in zip(known, need, sizes, strict=True))
-        return first, second
+            known = self.memory = torch.zeros(first, **options), torch.empty(second, **options)
+        return known[0][: need[0]].split(sizes[0]), known[1][: need[1]].split(sizes[1])
 
 
 Limit = tuple[Tensor, float, Tensor]

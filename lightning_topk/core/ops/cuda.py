@@ -187,40 +187,24 @@ class Send:
             e.device, max(numel, 8 * form.nbytes), e, x, factor, shards, form.bits, form.low, rounded, scaled, clipped
         )
         self._launches = [
-            launch(
-                kernels.survey, (blocks,), e, state, bins, sums, numel, sample, stride, _ceil(sample, blocks), parts,
-                scaled, clipped, SHIFT, TILE, 128, PARTS,
-            ),
+            launch(kernels.survey, (blocks,), e, state, bins, sums, numel, sample, stride, _ceil(sample, blocks), parts,
+                   scaled, clipped, SHIFT, TILE, 128, PARTS),
             launch(kernels.threshold, (1,), bins, state, rank, SHIFT, ROOT, num_warps=8),
-            launch(
-                kernels.move, (blocks,), e, state, bins, bitmap, found, numel, shards, turns, scaled or clipped,
-                TILE, BLOCK, ROOT * ROOT, num_warps=warps,
-            ),
+            launch(kernels.move, (blocks,), e, state, bins, bitmap, found, numel, shards, turns, scaled or clipped,
+                   TILE, BLOCK, ROOT * ROOT, num_warps=warps),
             partial(torch.cumsum, found, 0, dtype=torch.int32, out=ends),  # in one dimension ten times as fast
-            launch(
-                kernels.gather, (blocks,), e, bitmap, found, ends, place, value, shards, turns, capacity, TILE, BLOCK
-            ),
-            *(
-                launch(
-                    kernels.tally, (tiles, shards), value, ends, digits, kth, capacity, turns, k, level, SIEVE,
-                    version=level, num_warps=8,
-                )
-                for level in range(3)
-            ),
-            launch(
-                kernels.count, (tiles, shards), value, ends, digits, kth, counts, words, capacity, turns, tiles, k,
-                width, SIEVE, num_warps=8,
-            ),
-            launch(
-                kernels.choose, (tiles, shards), place, value, ends, digits, kth, counts, index, chosen, words,
-                capacity, turns, tiles, k, layout.shard_size, width, 8 * begin, form.check, form.low, SIEVE,
-                num_warps=16,
-            ),
-            launch(
-                kernels.write, (_ceil(k, SLOTS), shards), e, state, index, chosen, payload, words, k, numel, shards,
-                form.largest, form.value_bytes, begin, form.nbytes, form.bits, form.low, rounded, SLOTS, BLOCK,
-                num_warps=8,
-            ),
+            launch(kernels.gather, (blocks,), e, bitmap, found, ends, place, value, shards, turns, capacity, TILE,
+                   BLOCK),
+            *(launch(kernels.tally, (tiles, shards), value, ends, digits, kth, capacity, turns, k, level, SIEVE,
+                     version=level, num_warps=8) for level in range(3)),
+            launch(kernels.count, (tiles, shards), value, ends, digits, kth, counts, words, capacity, turns, tiles, k,
+                   width, SIEVE, num_warps=8),
+            launch(kernels.choose, (tiles, shards), place, value, ends, digits, kth, counts, index, chosen, words,
+                   capacity, turns, tiles, k, layout.shard_size, width, 8 * begin, form.check, form.low, SIEVE,
+                   num_warps=16),
+            launch(kernels.write, (_ceil(k, SLOTS), shards), e, state, index, chosen, payload, words, k, numel, shards,
+                   form.largest, form.value_bytes, begin, form.nbytes, form.bits, form.low, rounded, SLOTS, BLOCK,
+                   num_warps=8),
         ]  # fmt: skip
         if clipped:
             self._squares = launch(kernels.squares, (parts,), sums, numel, TILE)
