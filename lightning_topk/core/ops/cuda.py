@@ -96,8 +96,8 @@ class Launcher:
         """Returns a function that launches the kernel with these arguments and those that it gets."""
         known = self._compiled.get((kernel, version))
         if known is not None:
-            handles = self._stream, known.function, known.packed_metadata, None, None, None
-            return partial(known.run, *(*grid, 1, 1)[:3], *handles, *arguments)
+            handles = getattr(known, "function", None), getattr(known, "packed_metadata", None)
+            return partial(known.run, *(*grid, 1, 1)[:3], self._stream, *handles, None, None, None, *arguments)
         self.ready = False
 
         def compile_and_launch(*others: Any) -> None:
