@@ -325,9 +325,12 @@ class Buckets:
         step, changed = tuple(buckets), 0
         if step not in self._together:
             self._together[step] = self.planned(step)
-        for bucket, plan in zip(step, self._together[step], strict=True):
-            known = bucket.plan
-            if plan is not known and (known is None or not known.same_as(plan)):
+        plans = self._together[step]
+        for number, bucket in enumerate(step):
+            known, plan = bucket.plan, plans[number]
+            if known is not None and (known is plan or known.same_as(plan)):
+                plans[number] = known
+            else:
                 bucket.plan, bucket.dtype, changed = plan, bucket[0].dtype, changed + (known is not None)
         return changed
 

@@ -55,12 +55,12 @@ class Cluster:
         If the gradients contain a scalar loss ``scale``, the delivered ones do too. What waits is
         multiplied by ``fade``. ``clips`` has each worker's clipping.
         """
-        outputs = [gradient.clone() for gradient in gradients]
-        exchanges = []
+        outputs, exchanges = [gradient.clone() for gradient in gradients], []
         for end, g, clip in zip(self.endpoints, outputs, clips or [None] * len(outputs), strict=True):
             codecs = self.plan.codecs(self.steps, epoch, end.uplink.selector)
             exchanges.append(exchange(end, g, codecs, Step(self.steps, scale, self.measure, fade, clip)))
-        self.outcomes = self.drive(exchanges)
+        with torch.cuda.device_of(outputs[0]):
+            self.outcomes = self.drive(exchanges)
         self.steps += 1
         return outputs
 

@@ -50,6 +50,8 @@ class Clock:
 class Stream(Clock):
     """A stream of a :class:`Gpu`; stands for ``torch.cuda.Stream``. Its own entry counts operations enqueued so far."""
 
+    cuda_stream = property(id)
+
     def wait_stream(self, other: Clock) -> None:
         self.clock |= other.clock
 

@@ -122,7 +122,8 @@ def train_through_changes(rank: int, settings: dict[str, Any], anew: bool) -> tu
             for bucket in state.buckets._known.values():
                 bucket.alike = None
                 if bucket.plan is not None:
-                    bucket.plan._volumes.clear()
+                    bucket.plan.__dict__.pop("_fixed", None)
+            state.telemetry._exchanged = []
         weights.append(ranks.weights(net).clone())
         sent.append(state.report().bytes)
     state.close()

@@ -13,6 +13,7 @@ import torch
 
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
+from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout, k_of
 from lightning_topk.core.ops.reference import Rule, Stepped
 from lightning_topk.core.wire import WIRES, Codec
@@ -55,11 +56,12 @@ def launched(
     """The launched kernels in exchanges of a gradient ``[numel]``, and in a step of momentum."""
     found = {name: Launched(each) for name, each in vars(kernels).items() if isinstance(each, triton.JITFunction)}
     layout, e, x, scale = Layout(numel, 8), torch.zeros(numel), torch.zeros(numel), torch.ones(()) if scaled else None
+    limit = (torch.ones(1), 1.0, torch.zeros(3)) if scaled else None
     with mock.patch.multiple(kernels, **found), mock.patch.object(torch, "_assert_async"):
         for ratio in ratios:
             codec = Codec(WIRES[wire], layout.shard_size, layout.k_per_shard(k_of(numel, ratio)))
             delivered = torch.float16 if scaled else torch.float32
-            cuda.send(e, x.to(dtype), layout, codec.format(delivered), delivered, scale)
+            cuda.Send(e, layout, ops.Scratch())(x.to(dtype), codec.format(delivered), delivered, scale, 1.0, limit)
             payloads = torch.zeros(8, codec.nbytes, dtype=torch.uint8)
             cuda.receive(payloads, Layout(layout.shard_size), codec.format(), 8, x[: layout.shard_size])
             cuda.receive(payloads, layout, codec.format(), 1, x, scale)
@@ -86,7 +88,7 @@ for wire, dtype, scaled in (
 ):
     for each in launched(100_000, wire, [0.001], dtype, scaled):
         name = each.kernel.__name__
-        differs = ("write", "add", "move", "survey") if scaled or wire == "bf16" else ("write", "add")
+        differs = ("write", "add", "move", "survey", "squares") if scaled or wire == "bf16" else ("write", "add")
         if (wire, scaled) == ("fp32", False) or name in differs:
             constants = [n for n, param in enumerate(each.kernel.params) if param.is_constexpr]
             made = {tuple(launch[0][n] for n in constants): launch for launch in each.launches}
@@ -163,7 +165,7 @@ def test_a_kernel_is_compiled_once_for_all_sizes():
     """A schedule changes k in every step: each variant would take a second or two of the lane's time."""
     by_name: dict[str, Launched] = {}
     for numel in (100_000, 54_321, 262_144):
-        for each in launched(numel, "bf16", [0.1 * 0.9**step for step in range(30)]):
+        for each in launched(numel, "bf16", [0.1 * 0.9**step for step in range(30)], scaled=True):
             by_name.setdefault(each.kernel.__name__, each).launches += each.launches
     assert {*by_name} == {name.split()[0] for name in LAUNCHES}
     for name, each in by_name.items():

@@ -25,8 +25,11 @@ from lightning_topk.bucket import Bucket, plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import guards, ops
 from lightning_topk.core.endpoint import BucketPlan
+from lightning_topk.core.layout import Layout
 from lightning_topk.core.link import NOTHING, Clip, Measure, Step
 from lightning_topk.core.ops import reference
+from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
+from lightning_topk.core.wire import Codec
 from lightning_topk.optim.applied import Clipping
 from lightning_topk.optim.momentum import adapt_momentum
 from lightning_topk.systems import presets
@@ -102,6 +105,7 @@ def fake(monkeypatch):
     replace_kernels(monkeypatch.setattr, kernel)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock(cuda_stream=0))
     from lightning_topk.core.ops import cuda
 
     with FakeTensorMode():
@@ -179,11 +183,12 @@ def launches_of(
     assert len(end.starts), "made once"
     assert len(end.pieces)
     scale = torch.full((), 2.0**16, device=CUDA) if scaled else None
-    g, reply = torch.empty(plan.numel, device=CUDA, dtype=dtype), None
-    path = guards.exchange(end, g, plan.codecs(selector=end.uplink.selector), Step(scale=scale, fade=fade, clip=clip))
-    with Launches() as launches, contextlib.suppress(StopIteration):
-        while True:
-            reply = reply_to(path.send(reply), 0, *ranks)
+    g, step = torch.empty(plan.numel, device=CUDA, dtype=dtype), Step(scale=scale, fade=fade, clip=clip)
+    for _ in range(2):
+        path, reply = guards.exchange(end, g, plan.codecs(selector=end.uplink.selector), step), None
+        with Launches() as launches, contextlib.suppress(StopIteration):
+            while True:
+                reply = reply_to(path.send(reply), 0, *ranks)
     return launches
 
 
@@ -203,12 +208,68 @@ def test_an_exchange_takes_the_launches_in_the_guide_however_many_parameters_the
     assert not {"topk", "sort", "count_nonzero"} & {*launches.names}
 
 
-@pytest.mark.parametrize(("scaled", "more"), [(False, 7), (True, 10)])
+@pytest.mark.parametrize(("scaled", "more"), [(False, 2), (True, 3)])
 def test_clipping_takes_the_launches_in_the_guide_and_fading_none(fake, monkeypatch, scaled, more):
     monkeypatch.setattr(ops, "fast", lambda device: fake)
     plan, clip = plan_bucket(TopKConfig(saving=50), [25_000_000], 4, 1), Clip(torch.zeros(1, device=CUDA))
     counts = [launches_of(plan, torch.float32, scaled, *each).count() for each in ((), (0.5,), (0.5, clip))]
     assert counts == [counts[0], counts[0], counts[0] + more]
+
+
+def test_sends_are_bound_once_and_use_the_same_memory_in_every_pass(fake, monkeypatch):
+    """Until a payload's format changes, or another bucket needs more memory; buckets share it."""
+    passed: list[tuple[str, list[int]]] = []
+
+    class Compiled:
+        """Stands for a kernel, and for what Triton makes of it."""
+
+        function = packed_metadata = None
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, **_: (self.run(*[None] * 9, *arguments), self)[1]
+
+        def run(self, *arguments: Any) -> None:
+            tensors = [each for each in arguments[9:] if isinstance(each, torch.Tensor)]
+            passed.append((self.name, [id(each.untyped_storage()) for each in tensors]))
+
+    for name, each in vars(fake.kernels).items():
+        if isinstance(each, Kernel):
+            monkeypatch.setattr(fake.kernels, name, Compiled(name))
+    scratch, g = ops.Scratch(), torch.empty(100_000, device=CUDA)
+    layouts, codec = [Layout(numel, 4) for numel in (100_000, 90_000)], Codec(WIRES_BY_NAME["int4"], 25_000, 500)
+    sends = [fake.Send(torch.empty(each.numel, device=CUDA), each, scratch) for each in layouts]
+
+    def launched(x: torch.Tensor = g, form: Any = codec.form, send: Any = sends[0]) -> list[tuple[str, list[int]]]:
+        passed.clear()
+        for fade in (1.0, 0.5):
+            send(x, form, None, None, fade)
+        first, second = passed[: len(passed) // 2], passed[len(passed) // 2 :]
+        assert first == second
+        return first
+
+    bind = mock.Mock(side_effect=fake.Send._bind)
+    monkeypatch.setattr(fake.Send, "_bind", lambda *arguments: bind(*arguments))
+    before = launched()
+    assert len(before) == 10
+    assert launched() == before
+    assert bind.call_count == 2, "compiled, then bound"
+    other = torch.empty_like(g)
+    assert [name for (name, own), (_, its) in zip(before, launched(other), strict=True) if own != its] == [
+        "survey",
+        "move",
+    ]
+    assert bind.call_count == 2
+    smaller = launched(g[:90_000], Codec(codec.wire, 22_500, 450).form, sends[1])
+    assert smaller[1][1][0] == before[1][1][0], "the same memory"
+    assert launched() == before
+    assert bind.call_count == 3
+    launched(form=Codec(codec.wire, 25_000, 5_000).form)  # k by a schedule
+    assert bind.call_count == 5
+    launched(g[:90_000], Codec(codec.wire, 22_500, 450).form, sends[1])
+    assert bind.call_count == 6, "the memory is another"
 
 
 STEPS = {

@@ -24,8 +24,7 @@ from lightning_topk.bucket import plan_step
 from lightning_topk.config import TopKConfig
 from lightning_topk.runtime import collectives
 from lightning_topk.runtime.groups import Groups
-from lightning_topk.runtime.jobs import Job
-from lightning_topk.runtime.passes import Pass
+from lightning_topk.runtime.jobs import Job, Pass
 from lightning_topk.runtime.telemetry import Report
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
@@ -131,8 +130,7 @@ def test_the_simulator_gives_the_same_bits(rank, world, topology, bidirectional,
     for step in range(4):
         inputs = list(torch.randn(world, numel, generator=torch.Generator().manual_seed(step)))
         mine = inputs[rank].clone()
-        job = Job(mine, (), simulated.plan, "", None, None, Pass(step, 0, residuals, records=[None]), 0)
-        job.run(groups)
+        Job(mine, (), simulated.plan, "", None, None, Pass(step, 0, residuals)).run(groups)
         results.append((mine, simulated.step(inputs)[rank]))
     for real, imagined in zip(end.links, simulated.endpoints[rank].links, strict=True):
         results.append((real.memory.tensors()["residual"], imagined.memory.tensors()["residual"]))
@@ -177,25 +175,25 @@ def test_random_delays_neither_deadlock_nor_mix_buckets_up(rank, world, topology
 
 
 @on_ranks(2)
-def test_records_have_the_order_of_submission_whichever_exchange_ends_first(rank, world):
+def test_a_pass_is_in_flight_until_all_its_jobs_have_ended_in_whatever_order(rank, world):
     groups = Groups.make(None, torch.device("cpu"), None, 1, hierarchy=False)
     (plan,) = plan_step(TopKConfig(ratio=0.5).resolve(world, 1), [((8,), 4, (), 0)], world)
     end = plan.endpoint(rank, torch.float32, torch.device("cpu"))
     residuals, buckets = mock.Mock(endpoint=lambda *_: end), [(nn.Parameter(torch.ones(8)),) for _ in range(2)]
-    now = Pass(0, 0, residuals, buckets=buckets, records=[None, None], ended=True)
-    whole = [now.whole]
-    for place in (1, 0):
-        Job(torch.ones(8), buckets[place], plan, "", None, None, now, place).run(groups)
-        whole.append(now.whole)
-    assert whole == [False, False, True]
-    assert all(record.bucket is bucket for record, bucket in zip(now.records, buckets, strict=True))
+    now = Pass(0, 0, residuals)
+    now.jobs += [Job(torch.ones(8), bucket, plan, "", None, None, now) for bucket in buckets]
+    in_flight = [now.in_flight]
+    for job in now.jobs[::-1]:
+        job.run(groups)
+        in_flight.append(now.in_flight)
+    assert in_flight == [True, True, False]
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("spans", [*itertools.permutations([(0.0, 10.0), (5.0, 6.0), (9.0, 12.0)])])
 def test_time_that_several_exchanges_share_counts_once_in_whatever_order_they_end(spans):
-    records = [mock.Mock(begun=begun, ended=ended) for begun, ended in spans]
-    assert [Report(timed=[(records, ready)]).times for ready in (8.0, 20.0, None)] == [(12, 4), (12, 0), (12, 12)]
+    jobs = [mock.Mock(begun=begun, ended=ended) for begun, ended in spans]
+    assert [Report(timed=[(jobs, ready)]).times for ready in (8.0, 20.0, None)] == [(12, 4), (12, 0), (12, 12)]
 
 
 @pytest.mark.parametrize(

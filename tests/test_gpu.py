@@ -32,6 +32,7 @@ from trainers import InThisProcess, Normed, fit
 
 from lab.bench.own_work import alone
 from lightning_topk import TopKStrategy
+from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.link import deliver
 from lightning_topk.core.ops import reference
@@ -58,7 +59,7 @@ def test_kernels_select_like_the_reference_at_any_size(numel):
     expected = reference.shard_rows(e, layout)
     places = reference.topk_index(expected, codec.k)
     expected = expected.gather(1, places)
-    payload = cuda.send(e.sub_(x), x, layout, codec.format(), None)
+    payload = cuda.Send(e.sub_(x), layout, ops.Scratch())(x, codec.format(), None)
     found = codec.read(payload, torch.float32)
     assert not x.any()
     assert (found[0] == places).double().mean() > 0.9999  # e - x + x may differ from e in its last bit

@@ -57,19 +57,20 @@ def test_a_launch_reuses_what_was_compiled_for_the_same_combination(monkeypatch)
     """Triton's own look-up takes the host longer than the launch."""
     stream = mock.Mock(cuda_stream=7)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    compiled, kernel, x = mock.MagicMock(), mock.MagicMock(), torch.zeros(64)
+    compiled, kernel, x = mock.MagicMock(function=1, packed_metadata=2), mock.MagicMock(), torch.zeros(64)
     kernel.__getitem__.return_value.return_value = compiled
 
     def launched(largest: int, *combination, version: int = 0) -> bool:
         """Whether Triton looked the kernel up."""
         before = kernel.__getitem__.call_count
-        cuda.launcher(torch.device("cuda", 0), largest, kernel, *combination)(kernel, (3,), x, 5, version=version)
-        return kernel.__getitem__.call_count > before
+        launch = cuda.Launcher(torch.device("cuda", 0), largest, kernel, *combination)
+        launch(kernel, (3,), x, version=version)(5)
+        assert launch.ready == (kernel.__getitem__.call_count == before)
+        return not launch.ready
 
     assert launched(10, x, True)
     assert not launched(10, x[4:], True)
-    compiled.__getitem__.assert_called_once_with((3, 1, 1))
-    compiled.__getitem__.return_value.assert_called_once_with(x, 5, stream=7)
+    compiled.run.assert_called_once_with(3, 1, 1, 7, 1, 2, None, None, None, x, 5)
     for other in ((x[1:], True), (x.half(), True), (x, False)):  # alignment, dtype, constant
         assert launched(10, *other)
     assert launched(10, x, True, version=1)
@@ -102,7 +103,7 @@ def selected(e, x, layout, k, send):
 
 
 def fused(e, x, layout, codec, delivered=None):
-    return cuda.send(e, x, layout, codec.format(delivered), delivered)
+    return cuda.Send(e, layout, ops.Scratch())(x, codec.format(delivered), delivered)
 
 
 @on_a_device
@@ -153,7 +154,7 @@ def separate(e, x, layout, codec, delivered=None):
     link = Link(layout, TopK(), Residual(0, e.dtype, e.device), delivered)
     link.memory.residual = e
     with mock.patch.object(ops, "fast", return_value=None):
-        return link.send(x, codec)[0]
+        return link.send(x, codec)
 
 
 SHAPES = [(16_384, 1, 1), (NUMEL, 1, 700), (NUMEL, 3, 200), (NUMEL, 4, 25), (NUMEL, 3, 1500), (NUMEL, 2, NUMEL // 3)]
@@ -225,7 +226,7 @@ def test_a_loss_scale_is_removed_and_applied_and_what_waits_fades_in_the_same_la
     scaled, (kept, plain) = (x * scale).to(dtype), (e.clone(), e.clone())
     x = scaled.float() * scale.reciprocal()
     expected = separate(plain.mul_(0.7), x.clone(), layout, codec)
-    payload = cuda.send(kept, scaled, layout, codec.format(), None, scale, 0.7)
+    payload = cuda.Send(kept, layout, ops.Scratch())(scaled, codec.format(), None, scale, 0.7)
     assert torch.equal(payload, expected)
     assert torch.equal(kept, plain)
     assert not scaled.any()
@@ -237,6 +238,25 @@ def test_a_loss_scale_is_removed_and_applied_and_what_waits_fades_in_the_same_la
         assert finite == (times == 1 or dtype == torch.bfloat16)
         assert out[0].count_nonzero() > 500
         assert torch.equal(*out)
+
+
+@on_a_device
+@pytest.mark.parametrize(("slope", "scale", "dtype"), [(0.1, None, torch.float32), (1e-3, 8.0, torch.bfloat16)])
+def test_a_gradient_is_clipped_where_it_is_sent(slope, scale, dtype):
+    """By its norm, and that of the other parts of a node's ranks."""
+    layout, row = Layout(9_001, 3), torch.empty(3, device=DEVICE)
+    codec, (e, x) = Codec(WIRES["fp32"], layout.shard_size, 200), inputs("normal", layout.numel)
+    x, limit = x.to(dtype), torch.tensor([slope], device=DEVICE)
+    factor = None if scale is None else torch.tensor(scale, device=DEVICE)
+    norm = x.double().norm() / (scale or 1) * 2**0.5
+    excess = max(1.0, float(norm) * slope)
+    assert (excess > 1) == (scale is None)
+    kept, expected = e.clone(), x.clone()
+    payload = cuda.Send(kept, layout, ops.Scratch())(x, codec.format(), None, factor, 1.0, (limit, 2**0.5, row))
+    torch.testing.assert_close(row.tolist(), [excess * (scale or 1), float(norm) / excess, excess])
+    assert torch.equal(payload, separate(e, expected.float() * row[0].reciprocal(), layout, codec))
+    assert torch.equal(kept, e)
+    assert not x.any()
 
 
 @on_a_device
@@ -290,29 +310,29 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_gpu has the laws on a GPU, which runs programs in any order")
 @pytest.mark.parametrize(
-    ("topology", "bidirectional", "wire", "dtype", "scale", "ratio"),
+    ("topology", "bidirectional", "wire", "dtype", "scale", "ratio", "clip"),
     [
-        ("sharded", True, "int8", torch.float32, 3e3, 0.02),
-        ("sharded", True, "int4", torch.float32, None, 0.3),
-        ("single_server", False, "bf16", torch.float16, 3e3, 0.3),
-        ("allgather", False, "fp32", torch.float32, None, 0.3),  # sums of quantised values would be exact
-        ("hierarchical", True, "bf16", torch.bfloat16, None, 0.3),
-        ("dense", True, "fp32", torch.float32, None, 0.3),
+        ("sharded", True, "int8", torch.float32, 3e3, 0.02, 20.0),
+        ("sharded", True, "int4", torch.float32, None, 0.3, None),
+        ("single_server", False, "bf16", torch.float16, 3e3, 0.3, None),
+        ("allgather", False, "fp32", torch.float32, None, 0.3, None),  # sums of quantised values would be exact
+        ("hierarchical", True, "bf16", torch.bfloat16, None, 0.3, 20.0),
+        ("dense", True, "fp32", torch.float32, None, 0.3, None),
     ],
 )
 def test_the_laws_hold_with_the_kernels_in_whatever_order_the_programs_of_a_launch_run(
-    monkeypatch, topology, bidirectional, wire, dtype, scale, ratio
+    monkeypatch, topology, bidirectional, wire, dtype, scale, ratio, clip
 ):
     """On the paths of a GPU: scales and the ranks of a node are left to kernels, also at densities above 1/8.
 
     Ranks launch in different orders: they would have different sums of three rows that are added at once.
     """
     as_on_a_gpu(monkeypatch)
-    sent = mock.Mock(side_effect=cuda.send)
-    monkeypatch.setattr(cuda, "send", sent)
+    sent = mock.Mock(side_effect=cuda.Send.__call__)
+    monkeypatch.setattr(cuda.Send, "__call__", lambda *arguments: sent(*arguments))
     config = TopKConfig(ratio, topology=topology, bidirectional=bidirectional, wire=wire)
     numel = 1_600 if topology == "hierarchical" else 800  # plain torch serves less
-    simulate(config, 3, numel, dtype, steps=2 if scale else 1, scale=scale)
+    simulate(config, 3, numel, dtype, steps=2 if scale else 1, scale=scale, clip=clip)
     assert sent.called == TOPOLOGIES[topology].compresses
 
 

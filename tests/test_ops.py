@@ -13,7 +13,7 @@ from laws import codecs_of, in_turn, residual_and_gradient, vector
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout, NodeShards, k_of
-from lightning_topk.core.link import FusedLink, Link, Step, aggregate, deliver, fused
+from lightning_topk.core.link import Link, Step, aggregate, deliver
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import cpu, loops, reference
 from lightning_topk.core.ops.reference import Rule, Stepped
@@ -173,10 +173,10 @@ def test_one_function_sends_and_receives_the_bits_of_the_separate_steps(name, wi
         gradient = x.clone()
         with context:
             memory = Residual(numel, torch.float32, torch.device("cpu"))
-            link = fused(Link(layout, TopK(), memory, parts=NodeShards((numel,), 1)))
-            assert type(link) is (Link if ends else FusedLink)
+            link = Link(layout, TopK(), memory, parts=NodeShards((numel,), 1)).fuse()
+            assert (link.function is None) == bool(ends)
             link.memory.residual.copy_(e)
-            payloads, _ = link.send(gradient, codec, Step(scale=torch.tensor(3.0), fade=0.7))
+            payloads = link.send(gradient, codec, Step(scale=torch.tensor(3.0), fade=0.7))
             rows = payloads[:1].repeat(3, 1)
             means = [aggregate(rows[:n], codec, torch.float32, torch.zeros(numel)) for n in (2, 3)]
             out, scaled = torch.zeros(2, numel)

@@ -228,13 +228,13 @@ def test_exchanges_of_shards_are_ordered_and_timed(gpu, monkeypatch):
                 unit.end_pass()
             state.backward_ended()
         report = state.report()
-        records, ready = report.timed[-1]
+        jobs, ready = report.timed[-1]
         assert min(report.times) > 0, "read once both marks have come"
         state.close()
         torch.zeros(1, device=CUDA)
     assert (gpu.races, gpu.reuses) == (set(), set())
-    assert len(records) == 2
-    assert ready.clock[hooks] < records[-1].ended.clock[hooks]
+    assert len(jobs) == 2
+    assert ready.clock[hooks] < jobs[-1].ended.clock[hooks]
 
 
 def test_streams_that_do_not_wait_for_each_other_are_detected(gpu, monkeypatch):

@@ -5,24 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Exchange, Outcome
-from lightning_topk.core.link import LinkStats, Step, aggregate, deliver, norm
+from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Path
+from lightning_topk.core.link import Step, aggregate, deliver, norm
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce, Broadcast, Gather, Request, placeholder
 
 
-def single_server(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
+def single_server(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Path:
     """The parameter server of the thesis: rank 0 serves the whole bucket, and is a worker too."""
-    payload, up = end.uplink.send(g, codecs.uplink, step)
+    payload = end.uplink.send(g, codecs.uplink, step)
     received = yield Gather(payload[0], "uplink")
-    down = None
-    if end.downlink is not None:
-        mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)
-        reply, down = end.downlink.send(mean, codecs.reply, step)
-    else:
-        reply = torch.empty(1, codecs.reply.nbytes, dtype=torch.uint8, device=g.device)
-    replies = yield Broadcast(reply[0], "downlink")
-    return Outcome(deliver(replies.unsqueeze(0), codecs.reply, end.layout, g, step.scale), up, down)
+    mean = None if received is None else aggregate(received, codecs.uplink, end.dtype, scratch=g)
+    reply = end.reply(mean, codecs.reply, step)
+    replies = yield Broadcast(reply, "downlink")
+    return deliver(replies.unsqueeze(0), codecs.reply, end.layout, g, step.scale)
 
 
 def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
@@ -31,9 +27,9 @@ def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
     return [uplink, Broadcast(placeholder(codecs.reply.nbytes), "downlink")]
 
 
-def all_gathered(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
+def all_gathered(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Path:
     """TopK-SGD without a server: every worker receives every worker's selection."""
-    payload, up = end.uplink.send(g, codecs.uplink, step)
+    payload = end.uplink.send(g, codecs.uplink, step)
     received = yield AllGather(payload[0], "uplink")
     mean = aggregate(received, codecs.uplink, end.dtype, scratch=g, ordered=True)
     scale, kept = step.scale, end.uplink.memory.tensors().get("residual")
@@ -44,7 +40,7 @@ def all_gathered(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchan
         kept.add_(reference.zero_unless_(mean.sub_(g), finite))
     else:
         finite = reference.is_finite(g.copy_(mean if scale is None else mean * scale))
-    return Outcome(finite, up)
+    return finite
 
 
 def all_gathered_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
@@ -52,20 +48,20 @@ def all_gathered_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
     return [AllGather(placeholder(codecs.uplink.nbytes), "uplink")]
 
 
-def dense(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
+def dense(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Path:
     """All-reduces the mean in the bucket's dtype, as DDP does: no compression and no residual."""
-    error = clipped = None
+    link, sizes = end.uplink, end.plan.parts.sizes
     if step.clip is not None:
-        clipped = step.clip.measured(step.clip.norms(g, end.plan.parts.sizes, step.scale))
-        g.div_(step.clip.spread(clipped[1], end.plan.parts.sizes))
+        link.clipped = step.clip.measured(step.clip.norms(g, sizes, step.scale))
+        g.div_(step.clip.spread(link.clipped[1], sizes))
     if step.measure.error:
         energy = norm(g, step.scale).square()
-        error = torch.stack([energy, torch.zeros_like(energy)])
+        link.error = torch.stack([energy, torch.zeros_like(energy)])
     total = yield AllReduce(g.div_(end.plan.world), "uplink")
     finite = reference.is_finite(total)
     if total.data_ptr() != g.data_ptr():
         g.copy_(total)
-    return Outcome(finite, LinkStats(error, clipped=clipped))
+    return finite
 
 
 def dense_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_topk.core import ops
 from lightning_topk.core.layout import PIECE, Layout, NodeShards, k_of
-from lightning_topk.core.link import Link, LinkStats, Step, fused
+from lightning_topk.core.link import Link, Step
 from lightning_topk.core.memory import Memory, MomentumResidual, Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce, Request, Volume, placeholder, request_volume
@@ -27,9 +28,6 @@ class Codecs(NamedTuple):
 
     uplink: Codec
     reply: Codec
-
-
-_codec = lru_cache(maxsize=1024)(Codec)  # asked for every bucket in every step
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +85,16 @@ class BucketPlan:
         A payload of a server that does not compress holds all entries that its workers can send. ``selector`` is the
         endpoint's, whose selections are encoded; the plan's own is enough for sizes.
         """
-        size, selector = self.layout.shard_size, selector or self.selector
+        return self._fixed or self._codecs_at(step, epoch, selector or self.selector)
+
+    @cached_property
+    def _fixed(self) -> Codecs | None:
+        """The codecs, if they are always the same."""
+        fixed = isinstance(self.k, int) and isinstance(self.server_k, int | None)
+        return self._codecs_at(0, 0, self.selector) if fixed and not isinstance(self.selector, RandK) else None
+
+    def _codecs_at(self, step: int, epoch: int, selector: Selector) -> Codecs:
+        size = self.layout.shard_size
         if not self.topology.compresses:
             everything = Codec(WIRES["fp32"], self.layout.numel, self.layout.numel)
             return Codecs(everything, everything)
@@ -100,10 +107,9 @@ class BucketPlan:
         else:
             # Workers that draw the same positions send no others.
             down = up if shared is not None else min(size, self.world * up)
-        make = _codec if shared is None else Codec  # a selector holds tensors: not in a cache
         tag = self.tag if shared is None else (self.tag + step) % 2**24  # ranks at other steps draw other positions
         common = shared, tag, self.padding
-        return Codecs(make(self.wire, size, up, *common), make(self.wire, size, down, *common))
+        return Codecs(Codec(self.wire, size, up, *common), Codec(self.wire, size, down, *common))
 
     @cached_property
     def lossless(self) -> bool:
@@ -118,6 +124,11 @@ class BucketPlan:
 
     def _k_at(self, k: Varying, step: int, epoch: int, name: str) -> int:
         return self.layout.k_per_shard(k_of(self.layout.numel, ratio_at(k, step, epoch, name)))
+
+    def capacity(self, codecs: Codecs) -> int:
+        """Elements that fit into a worker's payloads, and uncompressed ones."""
+        k = codecs.uplink.k * self.layout.shards + self.uncompressed_numel // self.parts.count
+        return min(k, self.layout.numel)
 
     def density(self) -> float:
         """Fraction of the elements that fit in a worker's payloads, at step 0."""
@@ -145,15 +156,8 @@ class BucketPlan:
 
     def volume_of(self, codecs: Codecs, rank: int, voters: int | None) -> Volume:
         """The bytes of an exchange with these codecs."""
-        key = codecs.uplink.k, codecs.reply.k, rank, voters
-        if key not in self._volumes:
-            asked = (request_volume(each, rank, self.workers, self.local) for each in self._asked(codecs, voters))
-            self._volumes[key] = sum(asked, self.dense_volume)
-        return self._volumes[key]
-
-    @cached_property
-    def _volumes(self) -> dict[tuple[int, int, int, int | None], Volume]:
-        return {}
+        asked = (request_volume(each, rank, self.workers, self.local) for each in self._asked(codecs, voters))
+        return sum(asked, self.dense_volume)
 
     @cached_property
     def dense_volume(self) -> Volume:
@@ -162,10 +166,12 @@ class BucketPlan:
         sent = request_volume(ring, 0, self.workers, self.local)
         return Volume(dense=sent.uplink, dense_inter_node=sent.inter_node)
 
-    def endpoint(self, rank: int, dtype: torch.dtype, device: torch.device) -> Endpoint:
+    def endpoint(
+        self, rank: int, dtype: torch.dtype, device: torch.device, scratch: ops.Scratch | None = None
+    ) -> Endpoint:
         """Creates the endpoint of a rank, one of all, for a bucket of ``dtype``, with empty memories.
 
-        Residuals are float64 for float64 and float32 otherwise.
+        Residuals are float64 for float64 and float32 otherwise. Endpoints may share ``scratch`` memory.
         """
         layout, selector, number = self.layout, copy.deepcopy(self.selector), rank // self.parts.count
         wide = torch.promote_types(dtype, torch.float32)
@@ -176,12 +182,12 @@ class BucketPlan:
         mine = memory("worker", layout.numel)
         if self.momentum:
             mine = MomentumResidual(layout.numel, wide, device, self.momentum)
-        uplink, downlink = fused(Link(layout, selector, mine, parts=self.parts)), None
+        uplink, downlink = Link(layout, selector, mine, parts=self.parts).fuse(scratch=scratch), None
         if self.topology.has_servers and (layout.shards == self.world or number == 0):
             served, lossless = Layout(layout.shard_size), self.server_k is None
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
             selector = TopK() if lossless and not isinstance(selector, RandK) else selector
-            downlink = fused(Link(served, selector, memory("server", served.numel), dtype), exact=lossless)
+            downlink = Link(served, selector, memory("server", served.numel), dtype).fuse(lossless, scratch)
         return Endpoint(self, rank, wide, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
 
 
@@ -234,6 +240,18 @@ class Endpoint:
         device = self.sizes.device
         return torch.tensor(owner, dtype=torch.int32, device=device), torch.tensor(table, device=device)
 
+    def reply(self, mean: Tensor | None, codec: Codec, step: Step) -> Tensor:
+        """Compresses the workers' ``mean`` ``[shard_size]`` as their server; returns the payload ``[P]`` for all.
+
+        None, and an empty payload, on a rank that is no server. A server that keeps a residual now has what it was
+        sent: nothing of it returns to the workers if the exchange fails.
+        """
+        if "server" in self.plan.feedback:
+            self.uplink.sent = None
+        if mean is None or self.downlink is None:
+            return torch.empty(codec.nbytes, dtype=torch.uint8, device=self.sizes.device)
+        return self.downlink.send(mean, codec, step)[0]
+
     def spread(self, values: Tensor) -> list[Tensor]:
         """Repeats a value of each parameter, ``[parameters]``, for the elements of the memory of each link."""
         count = self.plan.parts.count
@@ -264,16 +282,20 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one exchange."""
+    """Result of one exchange, on the device; None where not measured. See :class:`.Link` for what links measure."""
 
     finite: Tensor  # scalar bool, the same on every rank: whether all delivered values are finite
-    uplink: LinkStats
-    downlink: LinkStats | None = None  # None on a rank that is not a server
-    norms: Tensor | None = None  # [2, limits] float32: of this worker's gradient as it entered, and of the delivered
+    errors: Sequence[Tensor | None] = ()  # of each link
+    per_layer: Tensor | None = None
+    norms: tuple[Tensor, Tensor] | None = (
+        None  # each [limits] float32: of this worker's gradient as it entered, delivered
+    )
 
 
 Exchange = Generator[Request, Any, Outcome]
 """Generator that exchanges one bucket: yields requests, receives their replies, and returns an :class:`Outcome`."""
+Path = Generator[Request, Any, Tensor]
+"""The same for a topology alone; returns whether all delivered values are finite, a scalar bool."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +303,7 @@ class Topology:
     """Who sends what to whom."""
 
     name: str
-    exchange: Callable[[Endpoint, Tensor, Codecs, Step], Exchange]  # replaces g [numel] by the mean that all agree on
+    exchange: Callable[[Endpoint, Tensor, Codecs, Step], Path]  # replaces g [numel] by the mean that all agree on
     requests: Callable[[BucketPlan, Codecs], list[Request]]  # predicts those of `exchange`, without content
     compresses: bool = True
     has_servers: bool = True  # servers answer the workers

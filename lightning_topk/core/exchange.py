@@ -34,22 +34,20 @@ import torch
 from torch import Tensor
 
 from lightning_topk.core import baselines, ops
-from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Exchange, Outcome, Topology
+from lightning_topk.core.endpoint import BucketPlan, Codecs, Endpoint, Path, Topology
 from lightning_topk.core.layout import DamagedError
 from lightning_topk.core.link import Step, aggregate, deliver
 from lightning_topk.core.requests import AllGather, AllToAll, Among, Request, placeholder
 
 
-def sharded(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
+def sharded(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Path:
     """Every rank is a worker and the server of one shard."""
-    assert end.downlink is not None
-    payloads, up = end.uplink.send(g, codecs.uplink, step)  # 1-4
+    payloads = end.uplink.send(g, codecs.uplink, step)  # 1-4
     received = yield AllToAll(payloads, "uplink")  # 5
     mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)  # 6
-    reply, down = end.downlink.send(mean, codecs.reply, step)  # 7
-    replies = yield AllGather(reply[0], "downlink")  # 8
-    finite = deliver(replies, codecs.reply, end.layout, g, step.scale)  # 9
-    return Outcome(finite, up, down)
+    reply = end.reply(mean, codecs.reply, step)  # 7
+    replies = yield AllGather(reply, "downlink")  # 8
+    return deliver(replies, codecs.reply, end.layout, g, step.scale)  # 9
 
 
 def sharded_requests(plan: BucketPlan, codecs: Codecs, among: Among = "all") -> list[Request]:
@@ -58,28 +56,27 @@ def sharded_requests(plan: BucketPlan, codecs: Codecs, among: Among = "all") -> 
     return [uplink, AllGather(placeholder(codecs.reply.nbytes), "downlink", among)]
 
 
-def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
+def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Path:
     """Dense inside nodes, sparse between them: each rank exchanges one part of its node's mean gradient.
 
     Steps 1-8 between the ranks that hold the same part; step 9 for the parts of all ranks of the node.
     """
-    assert end.downlink is not None
     parts = end.plan.parts
     rows = ops.split_parts(g, parts, lambda: end.pieces)
     received = yield AllToAll(rows.view(torch.uint8), "uplink", "node")
     x = _node_mean(received.view(g.dtype), end.dtype)
-    payloads, up = end.uplink.send(x, codecs.uplink, step)
+    payloads = end.uplink.send(x, codecs.uplink, step)
     received = yield AllToAll(payloads, "uplink", "peers")
     with _sent_by(lambda row: row * parts.count + end.rank % parts.count):
         mean = aggregate(received, codecs.uplink, end.dtype, scratch=x)
-    reply, down = end.downlink.send(mean, codecs.reply, step)
-    replies = yield AllGather(reply[0], "downlink", "peers")
+    reply = end.reply(mean, codecs.reply, step)
+    replies = yield AllGather(reply, "downlink", "peers")
     everyones = yield AllGather(replies.view(-1), "downlink", "node")
     rows.zero_()
     with _sent_by(lambda row: row % end.plan.world * parts.count + row // end.plan.world):
         finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.layout, rows, step.scale)
     ops.join_parts(rows, parts, lambda: end.pieces, out=g)
-    return Outcome(finite, up, down)
+    return finite
 
 
 def hierarchical_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:

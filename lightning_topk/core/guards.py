@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -31,7 +30,8 @@ def exchange(
 
     ``g`` is ``[numel]``. ``used`` says of each parameter whether this rank used it; None if none may be unused.
     """
-    request = reply = unused = None
+    plan, clip, scale, sizes, link = end.plan, step.clip, step.scale, end.plan.parts.sizes, end.uplink
+    held: list[tuple[Tensor, Tensor, Tensor, float]] = []
     try:
         if used is not None:
             # If no rank used a parameter, DDP keeps its old gradient and discards the hook's result: anything sent for
@@ -39,35 +39,51 @@ def exchange(
             mine = ops.to_device(torch.tensor(used), g.device)
             votes = yield AllGather(reference.pack_bits(mine.unsqueeze(0))[0], "uplink")
             unused = ~reference.unpack_bits(votes, len(used)).bool().any(dim=0)
-        with _set_aside(end, g, unused, used or (), step.fade):
-            path = _exchange_used(end, g, codecs, step)
-            try:
-                while True:
-                    request = path.send(reply)
-                    reply = yield request
-            except StopIteration as ended:
-                outcome: Outcome = ended.value
-        return outcome
+            held += _set_aside(end, g, unused, used, step.fade)
+        if plan.clip_norm is not None:
+            g.mul_((plan.clip_norm / norm(g, scale)).clamp(max=1))
+        places = [g.split(sizes)[number] for number in plan.uncompressed] if plan.uncompressed else []
+        if places:
+            apart, lengths = torch.cat(places), [*map(len, places)]
+            limits = None if clip is None else clip.among(plan.uncompressed)
+            if limits is not None:
+                step = replace(step, apart=limits.norms(apart, lengths, scale))
+            for place in places:
+                place.zero_()
+        finite = yield from plan.topology.exchange(end, g, codecs, step)
+        if places:
+            if limits is not None and link.clipped is not None:
+                apart.div_(limits.spread(link.clipped[1], lengths))
+            total = yield AllReduce(apart.div_(plan.workers), "uplink")
+            for place, summed in zip(places, total.split(lengths), strict=True):
+                place += summed  # the exchange may have delivered a residual of earlier settings here
+            finite = finite & reference.is_finite(total)
+        norms = None
+        if clip is not None and link.clipped is not None:
+            norms = link.clipped[0], clip.norms(g, sizes, scale)
+        ops.nan_unless_(g, end.starts, finite)
+        errors = [each.error for each in end.links] if step.measure.error else ()
+        return Outcome(finite, errors, link.per_layer, norms)
     except BaseException:  # also GeneratorExit, if another exchange has failed
-        last = isinstance(request, AllReduce) or (request is not None and request.direction == "downlink")
-        arrived = last and end.plan.topology.has_servers and "server" in end.plan.feedback
-        if (link := end.downlink if arrived else end.uplink) is not None:
-            link.take_back()
+        for each in end.links:
+            each.take_back()
         raise
     finally:
-        for link in end.links:
-            link.sent = None
+        for part, before, absent, factor in held:
+            part.copy_(torch.where(absent, before * factor, part))
+        for each in end.links:
+            each.sent = each.clipped = each.error = each.per_layer = None
 
 
-@contextmanager
-def _set_aside(end: Endpoint, g: Tensor, unused: Tensor | None, used: Sequence[bool], fade: float) -> Iterator[None]:
-    """Makes gradients and residuals of ``unused`` parameters ``[parameters]`` bool zero, and puts them back, faded.
+def _set_aside(
+    end: Endpoint, g: Tensor, unused: Tensor, used: Sequence[bool], fade: float
+) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
+    """Makes gradients and residuals of ``unused`` parameters ``[parameters]`` bool zero.
 
-    They are among those that this rank has not ``used``; on a GPU the host knows no more.
+    Yields each, what it was, whether it is unused, and the factor by which it fades. They are among those that this
+    rank has not ``used``; on a GPU the host knows no more.
     """
-    held = list[tuple[Tensor, Tensor, Tensor, float]]()
     for number in (number for number, here in enumerate(used) if not here):
-        assert unused is not None
         absent = unused[number]
         if ops.on_cpu(g) and not absent:  # another rank used it
             continue
@@ -77,37 +93,5 @@ def _set_aside(end: Endpoint, g: Tensor, unused: Tensor | None, used: Sequence[b
             tensors = link.memory.tensors()
             parts += [(memory[its], fade if name == "residual" else 1.0) for name, memory in tensors.items()]
         for part, factor in parts:
-            held.append((part, part.clone(), absent, factor))
+            yield part, part.clone(), absent, factor
             part.masked_fill_(absent, 0)
-    try:
-        yield
-    finally:
-        for part, before, absent, factor in held:
-            part.copy_(torch.where(absent, before * factor, part))
-
-
-def _exchange_used(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Exchange:
-    """Clips the gradient locally, exchanges it, all-reduces uncompressed parameters, and marks what is not finite."""
-    plan, clip, sizes = end.plan, step.clip, end.plan.parts.sizes
-    if plan.clip_norm is not None:
-        g.mul_((plan.clip_norm / norm(g, step.scale)).clamp(max=1))
-    places = [g.split(sizes)[number] for number in plan.uncompressed]
-    mine, lengths = torch.cat(places) if places else g, [*map(len, places)]
-    of_places = clip.among(plan.uncompressed) if clip is not None and places else None
-    if of_places is not None:
-        step = replace(step, apart=of_places.norms(mine, lengths, step.scale))
-    for place in places:
-        place.zero_()
-    outcome = yield from plan.topology.exchange(end, g, codecs, step)
-    clipped = outcome.uplink.clipped
-    if places:
-        if of_places is not None and clipped is not None:
-            mine.div_(of_places.spread(clipped[1], lengths))
-        total = yield AllReduce(mine.div_(plan.workers), "uplink")
-        for place, summed in zip(places, total.split(lengths), strict=True):
-            place += summed  # the exchange may have delivered a residual of earlier settings here
-        outcome = replace(outcome, finite=outcome.finite & reference.is_finite(total))
-    if clip is not None and clipped is not None:
-        outcome = replace(outcome, norms=torch.stack([clipped[0], clip.norms(g, sizes, step.scale)]))
-    ops.nan_unless_(g, end.starts, outcome.finite)
-    return outcome

@@ -51,6 +51,11 @@ class Layout:
         last = min(self.block, self.numel - (self.rounds - 1) * self.block * self.shards)
         return (self.rounds - 1) * self.block + last
 
+    @cached_property
+    def full_blocks(self) -> bool:
+        """Whether every shard consists of blocks of ``BLOCK`` elements, or there is one."""
+        return self.shards == 1 or self.block == BLOCK
+
     def count_before(self, index: int, shard: int) -> int:
         """Number of elements of a shard before the ``index``-th of the bucket."""
         turns, rest = divmod(index, self.shards * self.block)

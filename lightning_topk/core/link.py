@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout, NodeShards
@@ -90,25 +89,18 @@ class Step:
 FIRST = Step()
 
 
-@dataclass(frozen=True)
-class LinkStats:
-    """Statistics of one vector that a link sent; None where not measured."""
-
-    error: Tensor | None = None  # [2] float64: ‖a‖² and ‖a - C(a)‖²
-    per_layer: Tensor | None = None  # [3, parameters] float64: ‖a‖², ‖a - C(a)‖² and entries sent, by parameter
-    clipped: Tensor | None = None  # [2, limits] float32: norms of the gradient as it entered, and its excess before
-
-
-Sent = tuple[Tensor, LinkStats]
-"""Payloads ``[shards, P]`` uint8, and their statistics."""
-
-
 @dataclass(eq=False)
 class Link:
     """One lossy direction, at its sending end: compensate, select, encode, keep.
 
     A server's link has the dtype of its receivers' output, ``delivered``: the residual includes their rounding error.
     With a scale they round products, by errors whose mean is 0, and the residual includes none.
+
+    Attributes:
+        sent: Payloads ``[shards, P]`` uint8 and their codec, of an exchange in progress, while nobody else has them.
+        clipped: ``[2, limits]`` float32, norms of its gradient as it entered, and its excess before; if it is clipped.
+        error: ``[2]`` float64, ‖a‖² and ‖a - C(a)‖²; if measured.
+        per_layer: ``[3, parameters]`` float64, ‖a‖², ‖a - C(a)‖² and entries sent, by parameter; if measured.
     """
 
     layout: Layout
@@ -116,33 +108,63 @@ class Link:
     memory: Memory
     delivered: torch.dtype | None = None
     parts: NodeShards | None = None  # how the bucket is split, of which a worker sends a part; None at a server
-    sent: tuple[Tensor, Codec] | None = field(default=None, init=False)  # payloads of an exchange in progress
+    function: ops.Sender | None = field(default=None, init=False)  # does the same in one pass over memory
+    sent: tuple[Tensor, Codec] | None = field(default=None, init=False)
+    clipped: Tensor | None = field(default=None, init=False)
+    error: Tensor | None = field(default=None, init=False)
+    per_layer: Tensor | None = field(default=None, init=False)
 
-    def send(self, x: Tensor, codec: Codec, step: Step = FIRST) -> Sent:
+    def fuse(self, exact: bool = False, scratch: ops.Scratch | None = None) -> Link:
+        """Sends in one pass over memory from now on, if :func:`.ops.sender` has a function for that; returns itself.
+
+        On a GPU it may send fewer than the k largest entries (:mod:`.core.ops.cuda`), unless they must be ``exact``.
+        """
+        if type(self.selector) is TopK and type(self.memory) is Residual:
+            self.function = ops.sender(self.memory.residual, self.layout, self.delivered, exact, scratch)
+        return self
+
+    def send(self, x: Tensor, codec: Codec, step: Step = FIRST) -> Tensor:
         """Compresses ``x`` ``[numel]``, floating, and keeps the rest in the memory; ``x`` becomes zero.
 
         A worker's ``x`` is a gradient, whose loss scale and excess are divided out first. If the vector has a NaN or an
         infinity, every value in the payloads is NaN, so that every receiver notices, and the memory only fades.
-        """
-        if self.parts is None:
-            return self._send(x, codec, step, None)
-        scale, clipped, clip = step.scale, None, step.clip
-        if clip is not None:
-            norms = clip.norms(x, self.parts.slices, scale)
-            norms = norms if self.parts.count == 1 else norms * math.sqrt(self.parts.count)
-            norms = norms if step.apart is None else norms.hypot(step.apart)
-            clipped = clip.measured(norms)
-            excess = clipped[1]
-            if clip.of is not None:
-                x.div_(clip.spread(excess, self.parts.slices))
-            elif not ops.on_cpu(x) or excess > 1:  # a CPU saves a pass over a gradient that is not clipped
-                scale = excess[0] if scale is None else scale * excess[0]
-        payloads, stats = self._send(x, codec, step, scale)
-        return payloads, replace(stats, clipped=clipped)
 
-    def _send(self, x: Tensor, codec: Codec, step: Step, scale: Tensor | None) -> Sent:
+        Returns:
+            Payloads ``[shards, P]`` uint8.
+        """
+        parts, to, payloads = self.parts, None if step.scale is not None else self.delivered, None
+        scale, clip = (None, None) if parts is None else (step.scale, step.clip)
+        if clip is not None and parts is not None and (ops.on_cpu(x) or clip.of is not None or step.apart is not None):
+            scale, clip = self._clip(x, clip, step, parts), None
+        if self.function is not None and not step.measure.error:
+            form, limit = codec.form if to is None else codec.format(to), None
+            if clip is not None and parts is not None:
+                limit = clip.slopes, math.sqrt(parts.count), x.new_empty(3, dtype=torch.float32)
+                self.clipped = limit[2][1:].view(2, 1)
+            payloads = self.function(x, form, to, scale, step.fade, limit)
+        if payloads is None:
+            scale = scale if clip is None or parts is None else self._clip(x, clip, step, parts)
+            payloads = self._send_by_steps(x, codec, step, scale, to)
+        self.sent = payloads, codec
+        return payloads
+
+    def _clip(self, x: Tensor, clip: Clip, step: Step, parts: NodeShards) -> Tensor | None:
+        """Finds by how much a gradient exceeds its limits; returns the scalar by which it must be divided, if any."""
+        norms = clip.norms(x, parts.slices, step.scale)
+        norms = norms if parts.count == 1 else norms * math.sqrt(parts.count)
+        self.clipped = clip.measured(norms if step.apart is None else norms.hypot(step.apart))
+        excess = self.clipped[1]
+        if clip.of is not None:
+            x.div_(clip.spread(excess, parts.slices))
+        elif not ops.on_cpu(x) or excess > 1:  # a CPU saves a pass over a gradient that is not clipped
+            return excess[0] if step.scale is None else step.scale * excess[0]
+        return step.scale
+
+    def _send_by_steps(
+        self, x: Tensor, codec: Codec, step: Step, scale: Tensor | None, delivered: torch.dtype | None
+    ) -> Tensor:
         """Sends ``x``, divided by the scalar ``scale``."""
-        memory, measure, sizes = self.memory, step.measure, self.parts.slices if self.parts else ()
+        memory, sizes = self.memory, self.parts.slices if self.parts else ()
         if scale is not None:  # by multiplication, as a GradScaler does
             given, x = x, x.to(memory.dtype).mul_(scale.reciprocal())  # in place, or in a copy: 16 bits may underflow
             if x is not given:
@@ -150,18 +172,16 @@ class Link:
         finite = reference.is_finite(x)
         a = memory.compensate(reference.zero_unless_(x, finite), finite, step.fade)
         index, value = self.selector.select(a, self.layout, codec.k, step.number)
-        payloads, arrives = codec.encode(index, value, None if step.scale is not None else self.delivered, finite)
+        payloads, arrives = codec.encode(index, value, delivered, finite)
         flat, arrives = reference.flat_index(index, self.layout).view(-1), arrives.view(-1)
-        error = per_layer = None
-        if measure.error:
+        if step.measure.error:
             rest = a.index_add(0, flat, arrives, alpha=-1)
-            error = _energies([a, rest])
-            if measure.per_layer and sizes:
+            self.error = _energies([a, rest])
+            if step.measure.per_layer and sizes:
                 count = torch.stack([changed.count_nonzero() for changed in (a != rest).split(sizes)]).double()
-                per_layer = torch.stack([_energies(a.split(sizes)), _energies(rest.split(sizes)), count])
+                self.per_layer = torch.stack([_energies(a.split(sizes)), _energies(rest.split(sizes)), count])
         memory.keep(flat, arrives)
-        self.sent = payloads, codec
-        return payloads, LinkStats(error, per_layer)
+        return payloads
 
     def take_back(self) -> None:
         """Returns to the memory what was sent and did not arrive, to the receivers' rounding."""
@@ -170,37 +190,6 @@ class Link:
             index, value = codec.read(payloads, self.memory.dtype)
             value = reference.zero_unless_(value, reference.is_finite(value))
             self.memory.keep(reference.flat_index(index, self.layout).view(-1), -value.view(-1))
-
-
-@dataclass(eq=False)
-class FusedLink(Link):
-    """A link that sends in one pass over memory, unless it measures or its function cannot send the payload."""
-
-    memory: Residual
-    function: ops.Sender = field(kw_only=True)
-
-    @override
-    def _send(self, x: Tensor, codec: Codec, step: Step, scale: Tensor | None) -> Sent:
-        if step.measure == NOTHING:
-            to = None if step.scale is not None else self.delivered
-            payloads = self.function(self.memory.residual, x, self.layout, codec.format(to), to, scale, step.fade)
-            if payloads is not None:
-                self.sent = payloads, codec
-                return payloads, LinkStats()
-        return super()._send(x, codec, step, scale)
-
-
-def fused(link: Link, exact: bool = False) -> Link:
-    """A link that does the same in one pass over memory, or itself if :func:`.ops.sender` has no function for that.
-
-    On a GPU it may send fewer than the k largest entries (:mod:`.core.ops.cuda`), unless they must be ``exact``.
-    """
-    memory, layout, delivered = link.memory, link.layout, link.delivered
-    if type(link.selector) is TopK and type(memory) is Residual:
-        function = ops.sender(memory.residual, layout, delivered, exact)
-        if function is not None:
-            return FusedLink(layout, link.selector, memory, delivered, link.parts, function=function)
-    return link
 
 
 def norm(g: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -220,11 +209,11 @@ def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, scratch: Tenso
     The mean has ``dtype``. It is built in ``scratch``, ``[numel]`` zeros, if dtype and size fit. If several ranks
     compute it, it must be ``ordered``, so that they get the same bits.
     """
-    fits = scratch.dtype == dtype and len(scratch) >= codec.universe
+    fits = scratch.dtype == dtype and scratch.numel() >= codec.universe
     total = scratch[: codec.universe] if fits else scratch.new_zeros(codec.universe, dtype=dtype)
-    workers = len(payloads)
+    workers = payloads.shape[0]
     divisor = workers if workers.bit_count() == 1 else 1  # dividing by a power of two first gives the same bits
-    if ops.receive(payloads, Layout(codec.universe), codec.form, divisor, total, ordered=ordered) is None:
+    if ops.receive(payloads, codec.layout, codec.form, divisor, total, ordered=ordered) is None:
         codec.check(payloads)
         index, value = codec.read(payloads, dtype)
         value = value / divisor

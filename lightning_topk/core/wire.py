@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_topk.core import ops
-from lightning_topk.core.layout import PayloadFormat
+from lightning_topk.core.layout import Layout, PayloadFormat
 from lightning_topk.core.ops import reference
 
 GROUP = 64
@@ -139,6 +139,11 @@ class Codec:
             limit = torch.finfo(delivered).max * (1 - torch.finfo(self.wire.value_dtype).eps)
             return form._replace(largest=limit)
         return form
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of the shard alone."""
+        return Layout(self.universe)
 
     @cached_property
     def form(self) -> PayloadFormat:

@@ -120,16 +120,17 @@ class Clipping:
         self._seen[number] = norm.float()
 
     @torch.no_grad()
-    def fold(self, buckets: Sequence[Bucket], norms: Sequence[Tensor]) -> None:
-        """Takes the norms ``[2, limits]`` of all buckets of a pass, see :class:`.Outcome`."""
+    def fold(self, buckets: Sequence[Bucket], norms: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Takes the norms of all buckets of a pass, see :class:`.Outcome`."""
         known = [bucket.clipping for bucket in buckets]
         if any(each is None or each.number_of is not self._number_of for each in known):
             return  # of limits before these
         count, every = len(self.limits), []
-        for each, found in zip(known, norms, strict=True):
+        for each, pair in zip(known, norms, strict=True):
             alone = isinstance(each.number, int) and count > 1
-            every.append(torch.nn.functional.pad(found, (each.number, count - 1 - each.number)) if alone else found)
-        squares = torch.stack(every).square()
+            for found in pair:
+                every.append(torch.nn.functional.pad(found, (each.number, count - 1 - each.number)) if alone else found)
+        squares = torch.stack(every).view(-1, 2, count).square()
         none = torch.zeros_like(squares[0])
         energies = [none if each.energies is None else each.energies for each in known]
         ops.use_here(*energies)
@@ -162,10 +163,8 @@ class Clipping:
         for bucket, slope in zip(buckets, slopes, strict=True):
             bucket.clipping.slopes = slope
 
-    def of(self, bucket: Bucket, device: torch.device) -> Clip | None:
-        """The clipping of a bucket's gradient in this pass; None if none was told."""
-        if not self.limits:
-            return None
+    def of(self, bucket: Bucket, device: torch.device) -> Clip:
+        """The clipping of a bucket's gradient in this pass, if any was told."""
         known: _OfBucket | None = bucket.clipping
         if known is None or known.number_of is not self._number_of:
             numbers = [self._number_of.get(p, len(self.limits) - 1) for p in bucket]

@@ -187,7 +187,7 @@ class Optimizers(Watch):
             now = tuple(rate_of(group) for each in optimizers for group in each.param_groups)
             if len(now) != len(self.rates.now):
                 self._find_groups(optimizers)
-            else:
+            elif now != self.rates.now:
                 self.rates = self.rates._replace(now=now)
         self._tell_clipping(optimizers)
 

@@ -1,15 +1,17 @@
-"""Jobs: the exchange of one gradient over process groups, from its endpoint to its record.
+"""Backward passes and their jobs: the exchange of one gradient over process groups, and what is known of it then.
 
-A lane runs jobs, on CPU in its own thread. Each puts its record in its own place in the pass, and the thread that runs
-backward reads them when all jobs of the pass have ended. So no two threads write the same place, and nothing here calls
-the side that submits jobs.
+A lane runs jobs, on CPU in its own thread. Each writes only its own fields, and the thread that runs backward reads
+them when all jobs of the pass have ended. So no two threads write the same place, and nothing here calls the side that
+submits jobs.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,24 +19,88 @@ from torch import Tensor
 
 from lightning_topk.bucket import Bucket
 from lightning_topk.core import guards
-from lightning_topk.core.endpoint import BucketPlan
-from lightning_topk.core.link import Clip, Step
+from lightning_topk.core.endpoint import BucketPlan, Codecs, Outcome
+from lightning_topk.core.link import NOTHING, Clip, Measure, Step
 from lightning_topk.messages import LOGGER
+from lightning_topk.optim.applied import Rates
 from lightning_topk.runtime import collectives, shares
 from lightning_topk.runtime.groups import Groups
-from lightning_topk.runtime.passes import Pass, Record, mark
+from lightning_topk.runtime.residuals import Residuals
+
+Mark = Any
+"""A point in time: seconds of the host's clock, or an event in a CUDA stream."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Marks a point in the caller's work on a device; on a GPU in the current stream."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds(start: Mark, end: Mark) -> float:
+    """Seconds between two marks. Waits for the device."""
+    if isinstance(start, float):
+        return float(end - start)
+    for each in (start, end):  # the streams may differ, and neither waits for the other
+        each.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+@dataclass(eq=False)
+class Pass:
+    """A backward pass whose gradients are exchanged: what its jobs share, and the jobs.
+
+    Attributes:
+        step: Passes before this one.
+        epoch: The epoch, for schedules.
+        residuals: The memories of this rank.
+        scale: Scalar by which the loss was multiplied; None without a GradScaler.
+        rates: The learning rates of its gradients.
+        measure: Statistics that its jobs measure.
+        timed: Whether its jobs are timed.
+        waits: Whether backward waits for each job, so that it hides none of them.
+        clips: Whether the gradients are clipped in the exchange, if a norm was told: if any of them may wait.
+        weighs: Whether jobs measure the energy of what they deliver (:mod:`.shares`).
+        ready: Mark of when the last gradient was ready: from then on, backward hides nothing.
+        buckets: The buckets exchanged so far.
+        jobs: The exchanges, in the order of submission. Empty gradients have none.
+    """
+
+    step: int
+    epoch: int
+    residuals: Residuals
+    scale: Tensor | None = None
+    rates: Rates | None = None
+    measure: Measure = NOTHING
+    timed: bool = False
+    waits: bool = False
+    clips: bool = False
+    weighs: bool = False
+    ready: Mark | None = None
+    buckets: list[Bucket] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a job that was submitted has not ended."""
+        return not all(job.outcome for job in self.jobs)
 
 
 @dataclass(eq=False)
 class Job:
-    """One gradient to exchange.
+    """One gradient to exchange; and the record of that, once the outcome is known.
 
     Attributes:
         gradient: The gradient, of any shape; overwritten.
         name: Name in error messages.
         used: Of each parameter of the bucket, whether this rank used it; None if it used all.
         clip: The user's clipping; None if nothing was told.
-        place: Index of its record in those of its pass; an empty gradient has none.
+        codecs: Codecs of what was sent.
+        energy: Of what was delivered to compressed parameters, scalar float64; if the pass weighs.
+        begun, ended: Marks, if the pass is timed.
     """
 
     gradient: Tensor
@@ -44,63 +110,61 @@ class Job:
     used: Sequence[bool] | None
     clip: Clip | None
     of: Pass
-    place: int
+    codecs: Codecs = field(init=False)
+    energy: Tensor | None = field(default=None, init=False)
+    begun: Mark | None = field(default=None, init=False)
+    ended: Mark | None = field(default=None, init=False)
+    outcome: Outcome | None = field(default=None, init=False)
 
-    @torch.no_grad()
     def run(self, groups: Groups, wait: Callable[[dist.Work], None] | None = None) -> Tensor:
         """Exchanges the gradient over ``groups``, which no other job in progress uses; returns the delivered one.
 
         With ``wait``, collectives run in the background, and it is called with each. Without, they run in the current
-        stream, or the caller waits.
+        stream, or the caller waits. Autograd must be off.
         """
         # Sparse gradients are converted to dense tensors for the exchange, and back afterwards. On a GPU the host waits
         # for that: the size of a sparse tensor depends on data.
-        sparse = self.gradient.is_sparse
+        gradient, sparse = self.gradient, self.gradient.is_sparse
+        del self.gradient  # its memory may be freed before the record
         try:
-            g = (self.gradient.to_dense() if sparse else self.gradient).view(-1)
+            g = (gradient.to_dense() if sparse else gradient).view(-1)
             if g.numel():
                 self._exchange(g, groups, wait)
-            return g.view(self.gradient.shape).to_sparse(1) if sparse else self.gradient
+            return g.view(gradient.shape).to_sparse(1) if sparse else gradient
         except Exception as error:
             raise RuntimeError(
-                f"lightning_topk: the {self.plan.topology.name} exchange of {self.name} ({self.gradient.numel()} "
-                f"elements) failed on rank {groups.rank} of {groups.world}: {error} (A rank that does not respond "
-                f"within the timeout of {groups.timeout} counts as lost.)"
+                f"lightning_topk: the {self.plan.topology.name} exchange of {self.name} ({gradient.numel()} elements) "
+                f"failed on rank {groups.rank} of {groups.world}: {error} (A rank that does not respond within the "
+                f"timeout of {groups.timeout} counts as lost.)"
             ) from error
 
     def _exchange(self, g: Tensor, groups: Groups, wait: Callable[[dist.Work], None] | None) -> None:
-        """Exchanges ``g`` ``[numel]`` and keeps the record: performs the exchange's requests, whose bytes the plan has.
+        """Exchanges ``g`` ``[numel]``: performs the exchange's requests.
 
         The DEBUG log gets a line before each collective: after a timeout, NCCL's watchdog ends the process and names
         only the group, the collective and its size.
         """
-        now, plan = self.of, self.plan
-        begun = mark(g.device) if now.timed else None
-        rank, world, local = groups.rank, groups.world, groups.local
+        now, plan, reply = self.of, self.plan, None
+        self.begun = mark(g.device) if now.timed else None
         end = now.residuals.endpoint(self.bucket, plan)
         fade = 1.0 if now.rates is None else now.residuals.fade(self.bucket, now.rates)
-        codecs, reply = plan.codecs(now.step, now.epoch, end.uplink.selector), None
+        self.codecs = plan.codecs(now.step, now.epoch, end.uplink.selector)
         step = Step(now.step, now.scale, now.measure, fade, self.clip)
-        exchange = guards.exchange(end, g, codecs, step, self.used)
+        exchange, logged = guards.exchange(end, g, self.codecs, step, self.used), LOGGER.isEnabledFor(logging.DEBUG)
         try:
             while True:
                 request = exchange.send(reply)
-                if LOGGER.isEnabledFor(logging.DEBUG):
+                if logged:
                     what = type(request).__name__, request.payload.numel(), request.among, request.direction
-                    where = rank, world, now.step, self.name  # not the job, which a record of the log would keep
+                    where = groups.rank, groups.world, now.step, self.name  # not the job, which a log would keep
                     LOGGER.debug("rank %d of %d, step %d, %s: %s of %d elements among %s, %s", *where, *what)
-                across_nodes = request.among == "all" and 1 < local < world
+                across_nodes = request.among == "all" and 1 < groups.local < groups.world
                 reply = collectives.perform(request, groups.among[request.among], wait, across_nodes)
         except StopIteration as stopped:
-            outcome = stopped.value
+            outcome: Outcome = stopped.value
         finally:
             exchange.close()  # of one that failed, at once: what was not delivered returns to the residuals
-        sent = plan.volume_of(codecs, rank, None if self.used is None else len(self.used))
-        k = codecs.uplink.k * plan.layout.shards + plan.uncompressed_numel // plan.parts.count
-        ended = mark(g.device) if now.timed else None
-        energy = None
+        self.ended = mark(g.device) if now.timed else None
         if now.weighs:
-            energy = torch.where(outcome.finite, shares.energy(plan.compressed_part(g)), torch.nan)
-        now.records[self.place] = Record(
-            self.bucket, plan, outcome, sent, min(k, plan.layout.numel), begun, ended, energy
-        )
+            self.energy = torch.where(outcome.finite, shares.energy(plan.compressed_part(g)), torch.nan)
+        self.outcome = outcome  # last: it says that the job has ended

@@ -124,6 +124,7 @@ class _Thread:
                 self._running.stop = self._lane.close  # type: ignore[attr-defined]  # Lightning's tests call it
                 self._running.start()
 
+    @torch.no_grad()
     def _run(self) -> None:
         while True:
             try:
@@ -180,7 +181,7 @@ class StreamLane:
         """Enqueues a job; its future records the side stream, so that waiting for it happens on the GPU."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         done: Future = torch.futures.Future(devices=[self._device])
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), torch.no_grad():
             if self.error is not None:
                 raise self.error  # another rank may be waiting in the exchange that failed here
             try:

@@ -113,7 +113,8 @@ class Residuals:
         """The state that uses them, or the last one that did."""
         self._kept: dict[Tensor, _Kept] = {}
         self._live: list[Bucket] = []  # those with an endpoint
-        self._dropped = Counter[str]()  # parameters whose residuals were dropped since the last warning, by reason
+        self._scratch = ops.Scratch()  # of a lane
+        self.dropped = Counter[str]()  # parameters whose residuals were dropped since the last warning, by reason
 
     # -------------------------------------------------------------------------------- endpoints
 
@@ -122,7 +123,7 @@ class Residuals:
         end = bucket.endpoint
         if end is None or end.plan is not plan:
             self.drop_endpoints(set(bucket))
-            end = plan.endpoint(self.rank, bucket[0].dtype, bucket[0].device)
+            end = plan.endpoint(self.rank, bucket[0].dtype, bucket[0].device, self._scratch)
             self._fill(end, bucket)
             bucket.endpoint = end
             self._live.append(bucket)
@@ -134,16 +135,22 @@ class Residuals:
         Parameter groups may need different ones. While they differ by less than ``FALL``, the largest is that of all,
         and the others make up for it later; else the memories of each take their own now.
         """
-        if bucket.alike is None or bucket.alike[0] is not rates.group_of:
-            bucket.alike = rates.group_of, self._alike(bucket, rates)
-        end, several = bucket.endpoint, bucket.alike[1]
+        group_of, several, reached = bucket.alike or (None, list[_Alike](), None)
+        if group_of is not rates.group_of:
+            several = self._alike(bucket, rates)
+        elif reached is rates.now:
+            return 1.0
+        end = bucket.endpoint
         assert end is not None
         found = [rates.faded(each.group, each.rate) for each in several]
         factors = [factor for factor, _ in found]
         most = max(factors)
         apart = min(factors) < FALL * most
+        there = most == min(factors) == 1.0
         for each, (factor, now) in zip(several, found, strict=True):
             each.rate = now if apart or now is None or factor == most else now * factor / most
+            there &= each.group is None or each.rate == rates.now[each.group]
+        bucket.alike = rates.group_of, several, rates.now if there else None
         if not apart:
             return most
         places = [several.index(self._kept[p].alike) for p in bucket]
@@ -214,7 +221,7 @@ class Residuals:
         """Prepares for the exchanges of another state, whose settings may differ."""
         self.offload_to_cpu()
         self._forget_changed(self._kept)
-        self.state, self.rank = state, rank
+        self.state, self.rank, self._scratch = state, rank, ops.Scratch()
 
     def offload_to_cpu(self) -> None:
         """Drops all endpoints and moves their memories to the CPU, until the next exchange of their parameters."""
@@ -241,14 +248,14 @@ class Residuals:
             self._drop(self._kept.pop(p), "their size or memory format changed")
 
     def _drop(self, kept: _Kept, reason: str) -> None:
-        self._dropped[reason] += not kept.is_zero()
+        self.dropped[reason] += not kept.is_zero()
         kept.parts = {}
 
     # -------------------------------------------------------------------------------- queries
 
     def take_warnings(self) -> list[str]:
         """Returns warnings about residuals that were dropped since the last call."""
-        dropped, self._dropped = self._dropped, Counter()
+        dropped, self.dropped = self.dropped, Counter()
         return [
             f"lightning_topk: the residuals of {count} parameter{'s' * (count > 1)} were dropped, since {reason}: the "
             "gradients in them are lost."

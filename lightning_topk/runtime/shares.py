@@ -23,7 +23,6 @@ from torch import Tensor
 
 from lightning_topk.bucket import Bucket
 from lightning_topk.consensus import gathered
-from lightning_topk.runtime.passes import Record
 
 FIRST, LAST = 8, 1024
 """Passes until the first decision; each later one comes after twice as many, at most after ``LAST``."""
@@ -62,11 +61,9 @@ class Shares:
             self._reset()
         self._passes += 1
 
-    def fold(self, records: Sequence[Record]) -> None:
-        """Takes the records of a pass."""
-        energies = [record.energy for record in records if record.energy is not None]
-        if energies and len(energies) == len(records):
-            self._measured.append(([record.bucket for record in records], torch.stack(energies)))
+    def fold(self, buckets: Sequence[Bucket], energies: Sequence[Tensor]) -> None:
+        """Takes the energies of the buckets of a pass."""
+        self._measured.append((buckets, torch.stack([*energies])))
 
     @property
     def due(self) -> bool:

@@ -21,14 +21,13 @@ from lightning_topk import messages
 from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import TopKConfig, check_function
 from lightning_topk.consensus import check_agreement, every_rank, gathered
-from lightning_topk.core.link import Measure
+from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.optim.applied import Clipping
 from lightning_topk.optim.optimizers import MaxNorm, Optimizers, check_max_norm
 from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.groups import Groups, connect, on_failure
-from lightning_topk.runtime.jobs import Job
+from lightning_topk.runtime.jobs import Job, Pass, mark
 from lightning_topk.runtime.lanes import Future, StreamLane, ThreadLane
-from lightning_topk.runtime.passes import Pass, mark
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.shares import Shares
 from lightning_topk.runtime.telemetry import Report, Telemetry
@@ -85,7 +84,7 @@ class HookState:
             Clipping(self.world // (self.local if self.config.by_node else 1), self.shards),
             Shares(device, self.shards),
         )
-        self.telemetry = telemetry = Telemetry(self.shards_per_node, clipping, self.shares)
+        self.telemetry = telemetry = Telemetry(self.rank, self.shards_per_node, clipping, self.shares)
         self.optimizers = Optimizers(
             optimizers, scaler, self.config, self.buckets, self.held_by_optimizers, telemetry, self._say, clipping,
             check_max_norm(max_norm),
@@ -145,7 +144,7 @@ class HookState:
             self.residuals,
             optimizers.scale,
             optimizers.rates,
-            Measure(telemetry.measure, telemetry.measure and telemetry.measure_layers),
+            Measure(True, telemetry.measure_layers) if telemetry.measure else NOTHING,
             telemetry.timing,
             waits,
             clips=any(self.buckets.plan_of(bucket).waits for bucket in self.last_buckets),
@@ -173,17 +172,20 @@ class HookState:
         ``gradient`` ``[numel]`` is overwritten with the mean of all ranks, the future's result. ``used``
         says of each parameter whether this rank used it; None if it used all. Errors have the ``name``.
         """
-        lane, now, bucket = self.lane(gradient.device), self._begun("exchange"), self.buckets.find(parameters)
-        now.buckets.append(bucket)
-        now.records += [None] * (gradient.numel() > 0)  # an empty one is not exchanged
+        lane, now = self._lane or self.lane(gradient.device), self.current or self._outside_pass("exchange")
+        bucket, clipping, clip = self.buckets.find(parameters), self.optimizers.clipping, None
         plan = self.buckets.plan_of(bucket)
+        now.buckets.append(bucket)
         if plan.topology.compresses and plan.lossless:
             self.optimizers.expect_all_of(bucket)
         now.clips |= plan.waits
-        clip = self.optimizers.clipping.of(bucket, gradient.device) if now.clips else None
-        if clip is not None and lane.stream is not None:
-            clip.slopes.record_stream(lane.stream)
-        return lane.submit(Job(gradient, bucket, plan, name, used, clip, now, len(now.records) - 1))
+        if now.clips and clipping.limits:
+            clip = clipping.of(bucket, gradient.device)
+            if lane.stream is not None:
+                clip.slopes.record_stream(lane.stream)
+        job = Job(gradient, bucket, plan, name, used, clip, now)
+        now.jobs += [job] * (gradient.numel() > 0)  # an empty one is not exchanged
+        return lane.submit(job)
 
     def held_by_optimizers(self, members: Collection[Tensor]) -> Collection[Tensor]:
         """The parameters of members of buckets, as optimizers hold them, in order: here the members themselves."""
@@ -194,9 +196,9 @@ class HookState:
 
         ``ready`` marks when it was ready, if it is timed and that is not now.
         """
-        now, self.current = self._begun("end_pass"), None
+        now, self.current = self.current or self._outside_pass("end_pass"), None
         buckets = now.buckets
-        now.ended, now.ready = True, ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
+        now.ready = ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
         same = tuple(buckets) == self.last_buckets
         self._unchanged = self._unchanged + 1 if same else 0
         self.shares.end_pass(same)
@@ -211,14 +213,13 @@ class HookState:
         if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
             self._say(*messages.saving_warnings(self.buckets, buckets, self.predicted()))
 
-    def _begun(self, method: str) -> Pass:
-        if self.current is None:
-            raise RuntimeError(f"{method} was called outside a pass: call begin_pass before its first gradient.")
-        return self.current
+    def _outside_pass(self, method: str) -> NoReturn:
+        raise RuntimeError(f"{method} was called outside a pass: call begin_pass before its first gradient.")
 
     def _collect(self) -> None:
         self.telemetry.collect()
-        self._say(*self.residuals.take_warnings())
+        if self.residuals.dropped:
+            self._say(*self.residuals.take_warnings())
 
     def report(self) -> Report:
         """Returns the bytes, times and errors of exchanges since the last call; call it between backward passes."""
@@ -262,7 +263,7 @@ class HookState:
     def check_between_passes(self) -> None:
         """Refuses a call within a backward pass, whose exchanges write the residuals."""
         now, failed = self.current, self._lane is not None and self._lane.error is not None
-        in_flight = now is not None and not all(now.records) and not failed
+        in_flight = now is not None and now.in_flight and not failed
         if in_flight or (now is not None and torch._C._current_graph_task_id() != -1):
             raise RuntimeError("state_dict was called within a backward pass: call it between two backward passes.")
 

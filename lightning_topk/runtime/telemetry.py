@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from lightning_topk.bucket import Bucket
 from lightning_topk.core import ops
+from lightning_topk.core.endpoint import BucketPlan, Codecs, Outcome
 from lightning_topk.optim.applied import Clipping
-from lightning_topk.runtime.passes import Mark, Pass, Record, seconds
+from lightning_topk.runtime.jobs import Job, Mark, Pass, seconds
 from lightning_topk.runtime.shares import Shares
 from lightning_topk.volume import Volume
 
@@ -29,16 +32,16 @@ class Report:
         bytes: Bytes sent to other ranks in exchanges; with FSDP2, without those that FSDP sends inside a node.
         elements: Gradient elements exchanged.
         k: Capacity of this worker's payloads in entries.
-        measured: Records of the exchanges whose error was measured.
-        timed: Of each pass that was timed: its records, and the mark from which on backward hid nothing of its
-            exchanges (None if it waited for each).
+        measured: Buckets whose error was measured, and the outcomes of their exchanges.
+        timed: Of each pass that was timed: its jobs, and the mark from which on backward hid nothing of its exchanges
+            (None if it waited for each).
     """
 
     bytes: Volume = field(default_factory=Volume)
     elements: int = 0
     k: int = 0
-    measured: list[Record] = field(default_factory=list)
-    timed: list[tuple[list[Record], Mark | None]] = field(default_factory=list)
+    measured: list[tuple[Bucket, Outcome]] = field(default_factory=list)
+    timed: list[tuple[list[Job], Mark | None]] = field(default_factory=list)
 
     @cached_property
     def energy(self) -> Tensor:
@@ -47,19 +50,19 @@ class Report:
         They are sums over this worker's and this server's buckets, zero unless measured. Waits for the device.
         """
         total = torch.zeros(2, 2, dtype=torch.float64)
-        for record in self.measured:
-            for side, stats in enumerate((record.outcome.uplink, record.outcome.downlink)):
-                if stats is not None and stats.error is not None:
-                    total[side] += stats.error.cpu()
+        for _, outcome in self.measured:
+            for side, error in enumerate(outcome.errors):
+                if error is not None:
+                    total[side] += error.cpu()
         return total
 
     @cached_property
     def layers(self) -> dict[Tensor, Tensor]:
         """By parameter, ``[3]`` float64 on the CPU: ‖a‖², ‖a - C(a)‖² and entries sent; empty unless measured."""
         layers: dict[Tensor, Tensor] = {}
-        for record in self.measured:
-            if (measured := record.outcome.uplink.per_layer) is not None:
-                for parameter, column in zip(record.bucket, measured.cpu().T, strict=True):
+        for bucket, outcome in self.measured:
+            if (measured := outcome.per_layer) is not None:
+                for parameter, column in zip(bucket, measured.cpu().T, strict=True):
                     layers[parameter] = layers.get(parameter, 0) + column
         return layers
 
@@ -70,11 +73,11 @@ class Report:
         Time that several exchanges share counts once. Zero unless timed. Waits for the device until they have ended.
         """
         total = exposed = 0.0
-        for records, ready in self.timed:
-            start = records[0].begun
+        for jobs, ready in self.timed:
+            start = jobs[0].begun
             hidden = -math.inf if ready is None else seconds(start, ready)
             until = -math.inf  # end of the exchanges so far
-            for begun, ended in sorted((seconds(start, each.begun), seconds(start, each.ended)) for each in records):
+            for begun, ended in sorted((seconds(start, each.begun), seconds(start, each.ended)) for each in jobs):
                 total += max(0.0, ended - max(begun, until))
                 exposed += max(0.0, ended - max(begun, until, hidden))
                 until = max(until, ended)
@@ -84,8 +87,8 @@ class Report:
 class Telemetry:
     """Bytes, times and compression errors of one rank's exchanges."""
 
-    def __init__(self, shards_per_node: int, clipping: Clipping, shares: Shares) -> None:
-        self._shards_per_node, self._clipping, self._shares = shards_per_node, clipping, shares
+    def __init__(self, rank: int, shards_per_node: int, clipping: Clipping, shares: Shares) -> None:
+        self._rank, self._shards_per_node, self._clipping, self._shares = rank, shards_per_node, clipping, shares
         self.measure = self.measure_layers = self.timing = False
         """Whether exchanges measure their compression error, the error of each parameter, and their time."""
         self._lock = threading.Lock()
@@ -93,6 +96,8 @@ class Telemetry:
         self._report = Report()
         self.sent, self.passes = Volume(), 0
         """The bytes of all passes of the run, and their number."""
+        self._exchanged: list[tuple[BucketPlan, Codecs, bool]] = []  # by the last pass, and whether parameters voted
+        self._counted = Volume(), 0, 0  # its bytes, elements and capacity
         self._nonfinite_steps: Tensor | int = 0
         self._nonfinite_reported: Tensor | int = 0
 
@@ -104,31 +109,41 @@ class Telemetry:
     def collect(self) -> None:
         """Folds the last pass, if all its exchanges have ended. Values stay on the device: the host does not wait."""
         with self._lock:
-            if self._ended is not None and self._ended.whole:
+            if self._ended is not None and not self._ended.in_flight:
                 ended, self._ended = self._ended, None
                 self._fold(ended)
 
     def _fold(self, ended: Pass) -> None:
-        report, records = self._report, [record for record in ended.records if record is not None]
-        if not records:
+        report, jobs = self._report, ended.jobs
+        if not jobs:
             return
-        sent = sum((record.sent for record in records), Volume()).of_shards(self._shards_per_node)
+        buckets, outcomes = [job.bucket for job in jobs], [job.outcome for job in jobs if job.outcome is not None]
+        exchanged = [(job.plan, job.codecs, job.used is not None) for job in jobs]
+        if exchanged != self._exchanged:
+            self._exchanged, self._counted = exchanged, self._count(jobs)
+        sent, elements, capacity = self._counted
         report.bytes, self.sent, self.passes = report.bytes + sent, self.sent + sent, self.passes + 1
-        for record in records:
-            report.elements += record.plan.layout.numel
-            report.k += record.k
-        if records[0].outcome.uplink.error is not None:  # then all have one
-            report.measured += records
+        report.elements, report.k = report.elements + elements, report.k + capacity
+        if outcomes[0].errors:  # then all have some
+            report.measured += zip(buckets, outcomes, strict=True)
         if ended.timed:
-            report.timed.append((records, None if ended.waits else ended.ready))
-        self._shares.fold(records)
-        norms = [record.outcome.norms for record in records if record.outcome.norms is not None]
-        if norms and len(norms) == len(records):
-            self._clipping.fold([record.bucket for record in records], norms)
-        failed = torch.stack([~record.outcome.finite for record in records]).any()
+            report.timed.append((jobs, None if ended.waits else ended.ready))
+        if ended.weighs:
+            self._shares.fold(buckets, [job.energy for job in jobs if job.energy is not None])
+        norms = [outcome.norms for outcome in outcomes if outcome.norms is not None]
+        if len(norms) == len(jobs):
+            self._clipping.fold(buckets, norms)
+        failed = ~torch.stack([outcome.finite for outcome in outcomes]).all()
         if isinstance(self._nonfinite_steps, Tensor):
             ops.use_here(self._nonfinite_steps)
         self._nonfinite_steps = self._nonfinite_steps + failed
+
+    def _count(self, jobs: Sequence[Job]) -> tuple[Volume, int, int]:
+        """The bytes of exchanges, their elements, and the capacity of their payloads."""
+        votes = [None if job.used is None else len(job.used) for job in jobs]
+        each = (job.plan.volume_of(job.codecs, self._rank, voters) for job, voters in zip(jobs, votes, strict=True))
+        sent, numel = sum(each, Volume()), sum(job.plan.layout.numel for job in jobs)
+        return sent.of_shards(self._shards_per_node), numel, sum(job.plan.capacity(job.codecs) for job in jobs)
 
     @property
     def exchanged(self) -> bool:

@@ -67,7 +67,7 @@ def run(
 def _compression(result: Result, x: Tensor, config: TopKConfig, where: str, floor: float) -> None:
     """Times a worker's whole compress step, and a server's."""
     rank, g = Rank(config, x), x.clone()
-    sent = copies(rank.uplink.send(g, rank.up)[0])
+    sent = copies(rank.uplink.send(g, rank.up))
     serve = best(partial(rank.serve, sent, g), x.device, g.zero_)
     g.zero_()
     replies = copies(rank.serve(sent, g))
@@ -171,11 +171,11 @@ class Rank:
 
     def serve(self, received: Tensor, g: Tensor) -> Tensor:
         """Aggregates the payloads ``[WORLD, P]`` with ``g`` as scratch memory; returns the server's ``[1, P]``."""
-        return self.downlink.send(aggregate(received, self.up, g.dtype, g), self.reply)[0]
+        return self.downlink.send(aggregate(received, self.up, g.dtype, g), self.reply)
 
     def exchange(self, g: Tensor) -> None:
         """Runs a worker's and a server's part of an exchange."""
-        replies = self.serve(copies(self.uplink.send(g, self.up)[0]), g)
+        replies = self.serve(copies(self.uplink.send(g, self.up)), g)
         deliver(copies(replies), self.reply, self.uplink.layout, g)
 
 

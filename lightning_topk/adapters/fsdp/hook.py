@@ -40,7 +40,7 @@ from lightning_topk.consensus import check_agreement, on_device
 from lightning_topk.optim.momentum import local_part
 from lightning_topk.optim.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.groups import on_failure
-from lightning_topk.runtime.passes import mark
+from lightning_topk.runtime.jobs import mark
 from lightning_topk.runtime.state import HookState
 
 

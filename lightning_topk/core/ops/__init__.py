@@ -97,11 +97,37 @@ def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
     return index.masked_fill_(index == size, -1)
 
 
+class Scratch:
+    """Memory of a GPU that exchanges share, one after the other in one stream: as much as the largest needs."""
+
+    def __init__(self) -> None:
+        self.memory: tuple[Tensor, Tensor] | None = None  # zeros, which each leaves as zeros, and others
+
+    def take(
+        self, device: torch.device, zeros: Sequence[int], others: Sequence[int]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns int32 tensors of at least these sizes, the former zero; each begins at a multiple of 16 bytes."""
+        sizes = [[-(-size // 4) * 4 for size in several] for several in (zeros, others)]
+        need, known = [*map(sum, sizes)], self.memory
+        now = [0, 0] if known is None or known[0].device != device else [*map(len, known)]
+        if known is None or now[0] < need[0] or now[1] < need[1]:
+            first, second = map(max, now, need)
+            options: Any = {"dtype": torch.int32, "device": device}
+            known = self.memory = torch.zeros(first, **options), torch.empty(second, **options)
+        return known[0][: need[0]].split(sizes[0]), known[1][: need[1]].split(sizes[1])
+
+
+Limit = tuple[Tensor, float, Tensor]
+"""Slope ``[1]`` of :class:`.Clip`; times of a gradient's norm that count; and where to put ``[3]`` float32: what the
+gradient was divided by, its norm after that without the scale, and its excess.
+"""
 Sender = Callable[..., Tensor | None]
-"""``send(e, x, layout, form, delivered, scale, fade)``, see :func:`sender`."""
+"""``send(x, form, delivered, scale, fade, limit)``, see :func:`sender`."""
 
 
-def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool = False) -> Sender | None:
+def sender(
+    e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool = False, scratch: Scratch | None = None
+) -> Sender | None:
     """The function that sends from a residual ``e`` ``[numel]`` in one pass over memory; None if there is none.
 
     It multiplies ``e`` by the number ``fade``, adds ``x`` ``[numel]``, divided by the scalar ``scale``, zeroes ``x``,
@@ -111,10 +137,12 @@ def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool
     finite ``x``: then add, select, encode and keep one after the other, with the same result. All are contiguous, and
     ``e`` is finite.
 
-    On a GPU it may send fewer than the k largest, unless ``exact`` rules it out.
+    On a GPU it also clips x to a ``limit``.
+
+    On a GPU it may send fewer than the k largest, unless ``exact`` rules it out; it works in the ``scratch`` memory.
     """
     version = fast(e.device)
-    return version.send if version is not None and version.sends(e, layout, delivered, exact) else None
+    return version.sender(e, layout, delivered, exact, scratch or Scratch()) if version is not None else None
 
 
 def receive(

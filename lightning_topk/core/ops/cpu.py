@@ -7,7 +7,9 @@ the same bits as the reference's, except that momentum agrees to rounding.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,14 +30,16 @@ def attempt(device: torch.device) -> None:
     topk_index(torch.zeros(1, SAMPLE, dtype=torch.float32, device=device), 1)
 
 
-def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool) -> bool:
-    """Whether :func:`send` can send from ``e``: if it is float32."""
-    return e.dtype == torch.float32
+def sender(
+    e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool, scratch: Any
+) -> Callable[..., Tensor | None] | None:
+    """See :func:`lightning_topk.core.ops.sender`: for float32."""
+    return partial(send, e, layout) if e.dtype == torch.float32 else None
 
 
 def send(
-    e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
-    scale: Tensor | None = None, fade: float = 1.0,
+    e: Tensor, layout: Layout, x: Tensor, form: PayloadFormat, delivered: torch.dtype | None,
+    scale: Tensor | None = None, fade: float = 1.0, limit: None = None,
 ) -> Tensor | None:  # fmt: skip
     """See :func:`lightning_topk.core.ops.sender`, for finite ``x``."""
     if not form.bits or delivered not in (None, torch.float32):
@@ -44,7 +48,8 @@ def send(
     if not reference.is_finite(g if scale is None else g.mul_(scale.reciprocal())):
         return None
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
-    given = loops.KernelLayout.of(layout), form, _sample(layout, form.k), np.float32(fade)
+    sample = *sample_of(layout, form.k, SAMPLE), salts.getrandbits(31)
+    given = loops.KernelLayout.of(layout), form, sample, np.float32(fade)
     loops.send(e.numpy(), g.numpy(), *given, payloads.numpy())
     if g is not x:
         x.zero_()
@@ -105,7 +110,8 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     if rows.dtype != torch.float32 or not k < rows.shape[1] < 2**31:
         return reference.topk_index(rows, k)
     layout, nothing = Layout(rows.shape[1]), np.empty(0, np.float32)
-    given = loops.KernelLayout.of(layout), k, _sample(layout, k), np.float32(1)
+    sample = *sample_of(layout, k, SAMPLE), salts.getrandbits(31)
+    given = loops.KernelLayout.of(layout), k, sample, np.float32(1)
     found = [loops.add_and_select(row.contiguous().numpy(), nothing, *given)[0] for row in rows]
     return torch.from_numpy(np.concatenate([places[:, :k] for places in found]).astype(np.int64))
 
@@ -128,7 +134,3 @@ class CatchUp(AddressTable):
         self.find(gradients)
         taken, factor = skipped is None or not skipped, 1.0 if scale is None else float(scale)
         loops.catch_up(self.rows, np.array([rules[n] for n in self.rules], np.float64), factor, bool(taken))
-
-
-def _sample(layout: Layout, k: int) -> tuple[int, int, int]:
-    return *sample_of(layout, k, SAMPLE), salts.getrandbits(31)

@@ -1,9 +1,10 @@
 """GPU versions of :mod:`lightning_topk.core.ops.reference`: launch :mod:`.kernels` and never synchronise the host.
 
-Launch overhead on the host dominates: a bucket takes 13 launches to send and 5 to receive, whatever its size and the
+Launch overhead on the host dominates: a bucket takes 12 launches to send and 5 to receive, whatever its size and the
 number of workers. They read the gradient twice and the residual once, and write both once: 20 bytes per element::
 
-    survey      whether x is finite; a histogram of a sample of the sum's magnitudes
+    squares     if x is clipped: sums of its squares, by parts
+    survey      whether x is finite; by how much it is too large; a histogram of a sample of the sum's magnitudes
     threshold   from the histogram: at most a 64th too low
     move        e <- fade e + x, x <- 0; a bit per entry that reaches the threshold, a count per block of 256
     cumsum      of the counts, shard by shard: the offset at which each block's entries are stored
@@ -21,9 +22,9 @@ One more marks a bucket with NaN unless all that was delivered is finite.
 
 Each launch is the barrier for what the next one reads: within a launch no program reads what another one writes. CUDA
 graphs would cost the host less still, but hold addresses and sizes, which change with schedules and regrouped buckets.
-Sizes follow from integers that the host knows. If fewer than k entries of a shard reach the threshold, fewer are sent;
-if more reach it than the buffer holds, the last ones stay in the residual. Otherwise the selection equals the
-reference's.
+Sizes follow from integers that the host knows. The current device must be that of the tensors, as in a lane. If fewer
+than k entries of a shard reach the threshold, fewer are sent; if more reach it than the buffer holds, the last ones
+stay in the residual. Otherwise the selection equals the reference's.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_topk.core.layout import BLOCK, DAMAGED, PIECE, Layout, PayloadFormat
-from lightning_topk.core.ops import kernels, reference
+from lightning_topk.core.ops import Limit, Scratch, kernels, reference
 from lightning_topk.core.ops.reference import AddressTable, Rule, Stepped, sample_of
 
 TILE = 4096  # elements per program, a multiple of the block size
@@ -49,6 +50,7 @@ SIEVE = 4096  # candidates per program that selects among them
 OCTETS, WEIGHED = 256, 16  # bytes of a payload per program that decodes it, and such tiles per program that checks it
 SAMPLE = 1 << 14  # minimum size of a sample
 SHIFT, ROOT = 17, 128  # the sample's histogram has ROOT x ROOT bins, by the 14 bits from bit SHIFT on
+PARTS = 1024  # sums of squares at most
 DIGITS = 4096  # counters of a row for three digits of 11, 10 and 10 bits
 LOW = 24  # the widest low part of a position that is read with 32 bits
 EXACT = {"enable_fp_fusion": False}  # option of every launch: no fused multiply-add, which rounds only once
@@ -61,113 +63,152 @@ salts = random.Random()  # seeds of samples; its own generator, so that the user
 def attempt(device: torch.device) -> None:
     """Compiles kernels and launches them in both ways; raises an exception if Triton does not work."""
     e, x = torch.zeros(2, TILE, dtype=torch.float32, device=device).unbind()
-    form = PayloadFormat(TILE, 1, 32, 1.0, 4, 12, 3, 12, 0)
-    for _ in range(2):
-        payloads = send(e, x, Layout(TILE), form, None)
-        assert payloads is not None
-        receive(payloads, Layout(TILE), form, 1, x)
+    form, layout = PayloadFormat(TILE, 1, 32, 1.0, 4, 12, 3, 12, 0), Layout(TILE)
+    send = Send(e, layout, Scratch())
+    with torch.cuda.device_of(e):
+        for _ in range(3):
+            payloads = send(x, form, None)
+            assert payloads is not None
+            receive(payloads, layout, form, 1, x)
 
 
-def launcher(device: torch.device, largest: int, *combination: Any) -> Callable[..., None]:
-    """Returns ``launch(kernel, grid, *arguments, version=0)``, which launches on the current stream of the device.
+class Launcher:
+    """Binds kernels to their grids and arguments, for launches on the current stream of a device.
 
     Triton compiles a kernel for each combination of dtypes, constants and alignments, and derives it from every
     argument of every launch, which takes the host longer than the rest. So kernels are kept by the ``combination`` of
     all that differs: tensors stand for their dtypes and alignments, and ``version`` for constants that differ between
     launches of one kernel. Integers above 31 bits are another combination; if the ``largest`` is, none is kept.
+
+    Attributes:
+        ready: Whether all kernels were compiled before. If not, what is bound must be used once only.
     """
-    key = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in combination]
-    compiled, stream = _compiled(device, *key) if largest < 2**31 else {}, None
 
-    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, version: int = 0, **options: Any) -> None:
-        nonlocal stream
-        known = compiled.get((kernel, version))
-        if known is None:
-            compiled[kernel, version] = kernel[grid](*arguments, **options, **EXACT)
-        else:
-            stream = torch.cuda.current_stream(device).cuda_stream if stream is None else stream
-            known[(*grid, 1, 1)[:3]](*arguments, stream=stream)
+    def __init__(self, device: torch.device, largest: int, *combination: Any) -> None:
+        key = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in combination]
+        self._compiled = _compiled(device, *key) if largest < 2**31 else {}
+        self._stream = _stream(device)
+        self.ready = True
 
-    return launch
+    def __call__(
+        self, kernel: Any, grid: tuple[int, ...], *arguments: Any, version: int = 0, **options: Any
+    ) -> Callable[..., None]:
+        """Returns a function that launches the kernel with these arguments and those that it gets."""
+        known = self._compiled.get((kernel, version))
+        if known is not None:
+            handles = getattr(known, "function", None), getattr(known, "packed_metadata", None)
+            return partial(known.run, *(*grid, 1, 1)[:3], self._stream, *handles, None, None, None, *arguments)
+        self.ready = False
+
+        def compile_and_launch(*others: Any) -> None:
+            self._compiled[kernel, version] = kernel[grid](*arguments, *others, **options, **EXACT)
+
+        return compile_and_launch
 
 
 @cache
 def _compiled(*combination: Any) -> dict[Any, Any]:
-    """Kernels that were compiled for a combination, see :func:`launcher`."""
+    """Kernels that were compiled for a combination, see :class:`Launcher`."""
     return {}
 
 
-def sends(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool) -> bool:
-    """Whether :func:`send` can send from ``e``: float32, in full blocks. It selects by an estimated threshold."""
-    return not exact and _full_blocks(layout) and e.dtype == torch.float32 and delivered in (None, *FLOATS)
+def _stream(device: torch.device) -> int:
+    """The current stream of a GPU; 0 under Triton's interpreter."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def _full_blocks(layout: Layout) -> bool:
-    """Whether every shard consists of blocks of ``BLOCK`` elements, or there is one."""
-    return layout.shards == 1 or layout.block == BLOCK
+def sender(e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool, scratch: Scratch) -> Send | None:
+    """See :func:`lightning_topk.core.ops.sender`: for float32, in full blocks. It selects by an estimated threshold."""
+    sends = not exact and layout.full_blocks and e.dtype == torch.float32 and delivered in (None, *FLOATS)
+    return Send(e, layout, scratch) if sends else None
 
 
-def send(
-    e: Tensor, x: Tensor, layout: Layout, form: PayloadFormat, delivered: torch.dtype | None,
-    scale: Tensor | None = None, fade: float = 1.0,
-) -> Tensor | None:  # fmt: skip
-    """See :func:`lightning_topk.core.ops.sender`; if fewer than k are sent, rows end in zeros."""
-    if x.dtype not in FLOATS or form.low > LOW or not form.bits:
-        return None
-    numel, shards, k, width = layout.numel, layout.shards, form.k, form.nbytes // 4
-    stride, rank, capacity = sampled(layout, k)
-    turns = _ceil(numel, BLOCK * shards)
-    blocks, tiles = _ceil(turns * shards, TILE // BLOCK), _ceil(capacity, SIEVE)
-    sample, begin = numel // stride, form.value_bytes - (-k * form.low // 8)  # of the high bitmap
-    # One memory for the payloads and all counters is cleared at once.
-    state, bins, digits, kth, words = _split(
-        torch.zeros, e.device, 8, ROOT * ROOT, shards * DIGITS, shards * 8, shards * width
-    )
-    bitmap, found, place, index, counts, value, chosen = _split(
-        torch.empty, e.device, blocks * TILE // 32, shards * turns, shards * capacity, shards * k, shards * 2 * tiles,
-        shards * capacity, shards * k,
-    )  # fmt: skip
-    value, chosen = value.view(torch.float32), chosen.view(torch.float32)
-    payload = words[: shards * width].view(torch.uint8).view(shards, form.nbytes)
-    scaled, factor = scale is not None, e if scale is None else scale
-    rounded, warps = FLOATS[delivered or e.dtype], 4 if x.dtype == e.dtype else 8  # conversion takes registers
-    launch = launcher(e.device, max(numel, 8 * form.nbytes), e, x, factor, shards, form.bits, form.low, rounded, scaled)
-    with torch.cuda.device_of(e):
-        launch(
-            kernels.survey, (blocks,), e, x, factor, fade, state, bins, numel, sample, stride, _ceil(sample, blocks),
-            salts.getrandbits(30), scaled, SHIFT, TILE, 128,
+class Send:
+    """Sends from a residual ``e`` ``[numel]``, see :func:`lightning_topk.core.ops.sender`.
+
+    Launches are bound once for a format, in memory that all sends of a stream share. If fewer than k entries of a shard
+    are sent, its payload ends in zeros. The payloads stay as they are until the next send.
+    """
+
+    def __init__(self, e: Tensor, layout: Layout, scratch: Scratch) -> None:
+        self._e, self._layout, self._scratch = e, layout, scratch
+        self._key: Any = None  # of what is bound
+        self._memory: Any = None
+        self._squares: Any = None
+        self._payload, self._launches = e, list[Callable[..., Any]]()
+
+    def __call__(
+        self, x: Tensor, form: PayloadFormat, delivered: torch.dtype | None, scale: Tensor | None = None,
+        fade: float = 1.0, limit: Limit | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """Sends ``x`` ``[numel]``; returns payloads ``[shards, P]`` uint8."""
+        if x.dtype not in FLOATS or form.low > LOW or not form.bits:
+            return None
+        factor = self._e if scale is None else scale
+        aligned = x.data_ptr() % 16, factor.data_ptr() % 16
+        key = form, delivered, x.dtype, aligned, factor.dtype, scale is None, limit is None, _stream(x.device)
+        if key != self._key or self._memory is not self._scratch.memory:
+            ready = self._bind(x, form, delivered, factor, scale is not None, limit is not None)
+            self._key, self._memory = key if ready else None, self._scratch.memory
+        survey, threshold, move, *others = self._launches
+        if limit is not None:
+            self._squares(x)
+        survey(x, factor, fade, salts.getrandbits(30), *(limit or (factor, 1.0, factor)))
+        threshold()
+        move(x, factor if limit is None else limit[2], fade)
+        for launch in others:
+            launch()
+        return self._payload
+
+    def _bind(
+        self, x: Tensor, form: PayloadFormat, delivered: torch.dtype | None, factor: Tensor, scaled: bool, clipped: bool
+    ) -> bool:
+        """Binds the launches; returns whether they can be used more than once."""
+        e, layout = self._e, self._layout
+        numel, shards, k, width = layout.numel, layout.shards, form.k, form.nbytes // 4
+        stride, rank, capacity = sampled(layout, k)
+        turns = _ceil(numel, BLOCK * shards)
+        blocks, tiles = _ceil(turns * shards, TILE // BLOCK), _ceil(capacity, SIEVE)
+        sample, begin = numel // stride, form.value_bytes - (-k * form.low // 8)  # of the high bitmap
+        parts = min(blocks, PARTS)
+        counters, others = self._scratch.take(
+            e.device, (8, ROOT * ROOT, shards * DIGITS),
+            (parts, shards * 6, blocks * TILE // 32, shards * turns, shards * turns, shards * capacity, shards * k,
+             shards * 2 * tiles, shards * capacity, shards * k),
         )  # fmt: skip
-        launch(kernels.threshold, (1,), bins, state, rank, SHIFT, ROOT, num_warps=8)
-        launch(
-            kernels.move, (blocks,), e, x, factor, fade, state, bitmap, found, numel, shards, turns, scaled, TILE,
-            BLOCK, num_warps=warps,
-        )  # fmt: skip
-        ends = found.cumsum(0, dtype=torch.int32)  # in one dimension, the scan is ten times as fast
-        launch(kernels.gather, (blocks,), e, bitmap, found, ends, place, value, shards, turns, capacity, TILE, BLOCK)
-        for level in range(3):
-            launch(
-                kernels.tally, (tiles, shards), value, ends, digits, kth, capacity, turns, k, level, SIEVE,
-                version=level, num_warps=8,
-            )  # fmt: skip
-        launch(
-            kernels.count, (tiles, shards), value, ends, digits, kth, counts, capacity, turns, tiles, k, SIEVE,
-            num_warps=8,
-        )  # fmt: skip
-        launch(
-            kernels.choose, (tiles, shards), place, value, ends, kth, counts, index, chosen, words, capacity, turns,
-            tiles, k, layout.shard_size, width, 8 * begin, form.check, form.low, SIEVE, num_warps=16,
-        )  # fmt: skip
-        launch(
-            kernels.write, (_ceil(k, SLOTS), shards), e, state, index, chosen, payload, words, k, numel, shards,
-            form.largest, form.value_bytes, begin, form.nbytes, form.bits, form.low, rounded, SLOTS, BLOCK, num_warps=8,
-        )  # fmt: skip
-    return payload
-
-
-def _split(make: Callable[..., Tensor], device: torch.device, *sizes: int) -> Sequence[Tensor]:
-    """Makes int32 tensors of at least these sizes in one memory; each begins at a multiple of 16 bytes."""
-    full = [-(-size // 4) * 4 for size in sizes]
-    return make(sum(full), dtype=torch.int32, device=device).split(full)
+        (state, bins, digits), (sums, kth, bitmap, found, ends, place, index, counts, value, chosen) = counters, others
+        sums = sums.view(torch.float32)
+        value, chosen = value.view(torch.float32), chosen.view(torch.float32)
+        if self._payload.shape != (shards, form.nbytes):
+            self._payload = torch.empty(shards, form.nbytes, dtype=torch.uint8, device=e.device)
+        payload, words = self._payload, self._payload.view(torch.int32)
+        rounded, warps = FLOATS[delivered or e.dtype], 4 if x.dtype == e.dtype else 8  # conversion takes registers
+        launch = Launcher(
+            e.device, max(numel, 8 * form.nbytes), e, x, factor, shards, form.bits, form.low, rounded, scaled, clipped
+        )
+        self._launches = [
+            launch(kernels.survey, (blocks,), e, state, bins, sums, numel, sample, stride, _ceil(sample, blocks), parts,
+                   scaled, clipped, SHIFT, TILE, 128, PARTS),
+            launch(kernels.threshold, (1,), bins, state, rank, SHIFT, ROOT, num_warps=8),
+            launch(kernels.move, (blocks,), e, state, bins, bitmap, found, numel, shards, turns, scaled or clipped,
+                   TILE, BLOCK, ROOT * ROOT, num_warps=warps),
+            partial(torch.cumsum, found, 0, dtype=torch.int32, out=ends),  # in one dimension ten times as fast
+            launch(kernels.gather, (blocks,), e, bitmap, found, ends, place, value, shards, turns, capacity, TILE,
+                   BLOCK),
+            *(launch(kernels.tally, (tiles, shards), value, ends, digits, kth, capacity, turns, k, level, SIEVE,
+                     version=level, num_warps=8) for level in range(3)),
+            launch(kernels.count, (tiles, shards), value, ends, digits, kth, counts, words, capacity, turns, tiles, k,
+                   width, SIEVE, num_warps=8),
+            launch(kernels.choose, (tiles, shards), place, value, ends, digits, kth, counts, index, chosen, words,
+                   capacity, turns, tiles, k, layout.shard_size, width, 8 * begin, form.check, form.low, SIEVE,
+                   num_warps=16),
+            launch(kernels.write, (_ceil(k, SLOTS), shards), e, state, index, chosen, payload, words, k, numel, shards,
+                   form.largest, form.value_bytes, begin, form.nbytes, form.bits, form.low, rounded, SLOTS, BLOCK,
+                   num_warps=8),
+        ]  # fmt: skip
+        if clipped:
+            self._squares = launch(kernels.squares, (parts,), sums, numel, TILE)
+        return launch.ready
 
 
 def _ceil(count: int, size: int) -> int:
@@ -191,36 +232,34 @@ def receive(
     Ranks do not if one server alone computes each sum. Where every rank does, it must be ``ordered``: one launch for
     each worker fixes the order, as with ``torch.use_deterministic_algorithms``.
     """
-    if out.dtype not in FLOATS or form.low > LOW or not _full_blocks(layout):
+    if out.dtype not in FLOATS or form.low > LOW or not layout.full_blocks:
         return None
-    payloads, rows = payloads.contiguous(), len(payloads)
-    words, width = payloads.view(torch.int32), form.nbytes // 4
+    payloads, rows = payloads.contiguous(), payloads.shape[0]
     by_shard = rows == layout.shards * (out.numel() // layout.numel)
-    ordered = ordered or torch.are_deterministic_algorithms_enabled() or out.dtype != torch.float32
-    at_once = rows if by_shard or not ordered else 1
+    if not by_shard:
+        ordered = ordered or out.dtype != torch.float32 or torch.are_deterministic_algorithms_enabled()
+    at_once, factor = rows if by_shard or not ordered else 1, out if scale is None else scale
+    shared, tiles = at_once > 1 and not by_shard, -(-form.nbytes // OCTETS)
+    words, flags = payloads.view(torch.int32), torch.empty(2, dtype=torch.bool, device=out.device)
+    counts = words.new_empty(2, rows, tiles)
     begin = form.value_bytes - (-form.k * form.low // 8)
     size = form.value_bytes + form.index_bytes - begin
-    tiles = _ceil(form.nbytes, OCTETS)
-    grid = _ceil(begin + size, OCTETS) - begin // OCTETS, at_once
-    counts = words.new_empty(2, rows, tiles)
-    flags = torch.empty(2, dtype=torch.bool, device=out.device)
-    shared, factor = at_once > 1 and not by_shard, out if scale is None else scale
-    launch = launcher(
+    launch = Launcher(
         out.device, max(layout.numel, 8 * form.nbytes), payloads, out, factor, layout.shards, form.bits, form.low,
         scale is None, by_shard, shared,
     )  # fmt: skip
-    with torch.cuda.device_of(out):
-        launch(
-            kernels.weigh, (_ceil(tiles, WEIGHED), rows), words, counts, flags, begin, size, width, tiles, rows,
-            WEIGHED, OCTETS // 4,
-        )  # fmt: skip
-        ends = counts.view(-1).cumsum(0, dtype=torch.int32)
-        for first in range(0, rows, at_once):
-            launch(
-                kernels.add, grid, payloads, counts, ends, out, flags, factor, first, rows, form.k, form.universe,
-                layout.numel, layout.shards, 1 / divisor, form.check, form.value_bytes, begin, size, form.nbytes,
-                tiles, scale is not None, form.bits, form.low, by_shard, shared, OCTETS, BLOCK,
-            )  # fmt: skip
+    launch(
+        kernels.weigh, (-(-tiles // WEIGHED), rows), words, counts, flags, begin, size, form.nbytes // 4, tiles, rows,
+        WEIGHED, OCTETS // 4,
+    )()  # fmt: skip
+    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
+    add = launch(
+        kernels.add, (-(-(begin + size) // OCTETS) - begin // OCTETS, at_once), payloads, counts, ends, out, flags,
+        factor, rows, form.k, form.universe, layout.numel, layout.shards, 1 / divisor, form.check, form.value_bytes,
+        begin, size, form.nbytes, tiles, scale is not None, form.bits, form.low, by_shard, shared, OCTETS, BLOCK,
+    )  # fmt: skip
+    for first in range(0, rows, at_once):
+        add(first)
     torch._assert_async(flags[0], f"lightning_topk: a payload {DAMAGED}")
     return flags[1]
 
@@ -230,26 +269,25 @@ def copy_parts(bucket: Tensor, rows: Tensor, pieces: tuple[Tensor, Tensor], bad:
 
     With ``bad``, a scalar bool: splits the bucket instead, and sets it if a value is not finite.
     """
-    with torch.cuda.device_of(bucket):
-        kernels.copy_parts[len(pieces[0]), len(rows)](
-            bucket, rows, rows if bad is None else bad, *pieces, rows.shape[1], bad is None, PIECE, num_warps=8, **EXACT
-        )
+    kernels.copy_parts[len(pieces[0]), len(rows)](
+        bucket, rows, rows if bad is None else bad, *pieces, rows.shape[1], bad is None, PIECE, num_warps=8, **EXACT
+    )
 
 
 def nan_unless_(g: Tensor, starts: Tensor, condition: Tensor) -> None:
     """Same as :func:`lightning_topk.core.ops.reference.nan_unless_`, in one launch."""
-    with torch.cuda.device_of(g):
-        launch = launcher(g.device, len(starts), g, starts, condition)
-        launch(kernels.nan_unless, (_ceil(len(starts), SLOTS),), g, starts, condition, len(starts), SLOTS)
+    count = starts.shape[0]
+    launch = Launcher(g.device, count, g, starts, condition)
+    launch(kernels.nan_unless, (-(-count // SLOTS),), g, starts, condition, count, SLOTS)()
 
 
 def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
     """Same as :func:`lightning_topk.core.ops.reference.fold_signs_`, in one launch."""
     with torch.cuda.device_of(counts):
-        launcher(counts.device, 0, counts, fresh, ratio)(
+        Launcher(counts.device, 0, counts, fresh, ratio)(
             kernels.fold_signs, (len(counts),), counts, fresh, ratio, reference.RANGES, reference.KEPT, reference.PRIOR,
             reference.CERTAIN, math.pi / 2, num_warps=1,
-        )  # fmt: skip
+        )()  # fmt: skip
 
 
 CAPTURED: list[Any] = []
@@ -290,10 +328,10 @@ class CatchUp(AddressTable):
         factor, flag = table if scale is None else scale, table if skipped is None else skipped
         with torch.cuda.device_of(table):
             combination = *self._dtypes, scale is not None, skipped is not None
-            launcher(self._device, 0, table, owners, numbers, factor, flag, *combination)(
+            Launcher(self._device, 0, table, owners, numbers, factor, flag, *combination)(
                 kernels.catch_up, (self._tiles,), table, owners, numbers, factor,
                 table if scale is None else scale.reciprocal(), flag, *combination, SLOTS, num_warps=8,
-            )  # fmt: skip
+            )()  # fmt: skip
 
     def _copied(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """A table, and its copy on the device; the host does not wait."""

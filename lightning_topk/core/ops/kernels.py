@@ -19,8 +19,8 @@ import triton.language as tl
 NAN16 = tl.constexpr(0x7FC0)  # in bf16
 LARGEST = tl.constexpr(3.4028234663852886e38)
 SIZES = {
-    "begin", "begin_high", "check", "count", "each", "first", "k", "low", "nbytes", "numel", "part", "rank", "capacity",
-    "rows", "salt", "shard_size", "size", "stride", "tiles", "turns", "universe", "value_bytes", "width",
+    "begin", "begin_high", "check", "count", "each", "first", "k", "low", "nbytes", "numel", "part", "parts", "rank",
+    "capacity", "rows", "salt", "shard_size", "size", "stride", "tiles", "turns", "universe", "value_bytes", "width",
 }  # fmt: skip
 """Integers that change with the bucket, the density or the step."""
 
@@ -31,11 +31,27 @@ def launched(kernel: Callable[..., Any]) -> Any:
 
 
 @launched
+def squares(sums, numel, TILE: tl.constexpr, x):
+    """The sum of squares of ``x`` by programs, of which each takes every so many tiles."""
+    total = tl.zeros((TILE,), tl.float32)
+    for begin in range(tl.program_id(0).to(tl.int64) * TILE, numel, tl.num_programs(0) * TILE):
+        at = begin + tl.arange(0, TILE)
+        read = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32)
+        total += read * read
+    tl.store(sums + tl.program_id(0), tl.sum(total, axis=0))
+
+
+@launched
 def survey(
-    e, x, scale, fade, state, bins, numel, count, stride, each, salt,
-    SCALED: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
+    e, state, bins, sums, numel, count, stride, each, parts,
+    SCALED: tl.constexpr, CLIPPED: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
+    PARTS: tl.constexpr, x, scale, fade, salt, slope, times, row,
 ):  # fmt: skip
     """Sets ``state[0]`` if ``x`` has a NaN or an infinity, and samples magnitudes of ``fade e + x``.
+
+    If x is CLIPPED, its norm is the root of the ``parts`` of ``sums``, without the scale, and ``times`` as long. Its
+    excess is the norm times the ``slope``, if that is above 1. Then x is divided by the scale and the excess, whose
+    product goes to ``row[0]``, and the norm over the excess and the excess to ``row[1:]``.
 
     The sample has one random entry of each of ``count`` windows of ``stride`` entries; a program takes ``each`` of
     them. ``bins`` counts magnitudes by the bits from SHIFT on: exponent and the first bits of the mantissa. The
@@ -43,6 +59,17 @@ def survey(
     """
     program = tl.program_id(0).to(tl.int64)
     inverse = _inverse(scale, SCALED)
+    if CLIPPED:
+        part = tl.arange(0, PARTS)
+        norm = tl.sqrt_rn(tl.sum(tl.load(sums + part, mask=part < parts, other=0.0), axis=0)) * inverse * times
+        excess = norm * tl.load(slope)
+        excess = tl.where(excess <= 1.0, 1.0, excess)  # NaN stays
+        factor = excess * tl.load(scale).to(tl.float32) if SCALED else excess
+        inverse = tl.div_rn(1.0, factor)
+        if program == 0:
+            tl.store(row, factor)
+            tl.store(row + 1, tl.div_rn(norm, excess))
+            tl.store(row + 2, excess)
     at = program * TILE + tl.arange(0, TILE)
     if (program + 1) * TILE <= numel:
         read = tl.load(x + at)
@@ -72,7 +99,7 @@ def _inverse(scale, SCALED: tl.constexpr):
 
 @launched
 def threshold(bins, state, rank, SHIFT: tl.constexpr, ROOT: tl.constexpr):
-    """The lower end of the bin with the entry of that ``rank``, as bits, to ``state[1]``.
+    """The lower end of the bin with the entry of that ``rank``, as bits, to ``state[1]``; ``state[0]`` to ``state[2]``.
 
     At least the smallest normal number. There are ROOT x ROOT bins.
     """
@@ -80,6 +107,7 @@ def threshold(bins, state, rank, SHIFT: tl.constexpr, ROOT: tl.constexpr):
     row, left = _digit(tl.sum(tl.load(bins + lane[:, None] * ROOT + lane[None, :]), axis=1), rank, ROOT)
     column, _ = _digit(tl.load(bins + row * ROOT + lane), left, ROOT)
     tl.store(state + 1, tl.maximum((row * ROOT + column) << SHIFT, 1 << 23))
+    tl.store(state + 2, tl.load(state))
 
 
 @triton.jit
@@ -93,13 +121,18 @@ def _digit(counts, rank, BINS: tl.constexpr):
 
 @launched
 def move(
-    e, x, scale, fade, state, bitmap, counts, numel, shards, turns,
-    SCALED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    e, state, bins, bitmap, counts, numel, shards, turns,
+    SCALED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, x, scale, fade,
 ):  # fmt: skip
     """``e = fade e + x; x = 0``; sets a bit for every entry that reaches the threshold.
 
-    ``state`` is :func:`survey`'s. ``counts`` ``[shards, turns]`` is their number in every block of a shard.
+    ``state`` is :func:`threshold`'s. ``counts`` ``[shards, turns]`` is their number in every block of a shard. Clears
+    what :func:`survey` will set in the next send.
     """
+    for first in range(tl.program_id(0) * TILE, BINS, tl.num_programs(0) * TILE):
+        tl.store(bins + first + tl.arange(0, TILE), tl.zeros((TILE,), tl.int32))
+    if tl.program_id(0) == 0:
+        tl.store(state, 0)
     begin = tl.program_id(0).to(tl.int64) * TILE
     at, full = begin + tl.arange(0, TILE), begin + TILE <= numel
     if full:  # without a mask, loads and stores have 16 bytes for any number of elements
@@ -107,7 +140,7 @@ def move(
     else:
         read, kept = tl.load(x + at, mask=at < numel, other=0.0), tl.load(e + at, mask=at < numel, other=0.0)
     added = read.to(tl.float32) * _inverse(scale, SCALED)
-    total = _clamped(fade * kept + tl.where(tl.load(state) == 0, added, 0.0))
+    total = _clamped(fade * kept + tl.where(tl.load(state + 2) == 0, added, 0.0))
     if full:
         tl.store(e + at, total)
         tl.store(x + at, tl.zeros_like(read))
@@ -212,9 +245,15 @@ def _first_digits(digits, kth, row, tile, k, LEVEL: tl.constexpr):
 
 
 @launched
-def count(value, ends, digits, kth, counts, capacity, turns, tiles, k, TILE: tl.constexpr):
-    """Counts the candidates above the k-th largest, and those equal to it: ``[shards, 2, tiles]``."""
+def count(value, ends, digits, kth, counts, words, capacity, turns, tiles, k, width, TILE: tl.constexpr):
+    """Counts the candidates above the k-th largest, and those equal to it: ``[shards, 2, tiles]``.
+
+    Also clears the payloads, of ``width`` words.
+    """
     tile, row = tl.program_id(0), tl.program_id(1)
+    for first in range(tile * TILE, width, tiles * TILE):
+        at = first + tl.arange(0, TILE)
+        tl.store(words + row.to(tl.int64) * width + at, tl.zeros((TILE,), tl.int32), mask=at < width)
     bits, inside, total = _candidates(value, ends, row, tile, capacity, turns, TILE)
     least, _ = _first_digits(digits + row.to(tl.int64) * 4096, kth, row, tile, k, 3)
     least = tl.where(total > k, least, 0)  # the candidates are not zero
@@ -225,13 +264,13 @@ def count(value, ends, digits, kth, counts, capacity, turns, tiles, k, TILE: tl.
 
 @launched
 def choose(
-    place, value, ends, kth, counts, index, chosen, words, capacity, turns, tiles, k, shard_size, width, begin, check,
-    low, TILE: tl.constexpr,
+    place, value, ends, digits, kth, counts, index, chosen, words, capacity, turns, tiles, k, shard_size, width, begin,
+    check, low, TILE: tl.constexpr,
 ):  # fmt: skip
     """Stores the k candidates of largest magnitude, in order; of equal ones, the first. Padding has value 0.
 
     Also sets the bits of their high parts: ``words`` are payloads of ``width`` words, zero from bit ``begin`` on.
-    Their last word becomes ``check`` less all words that are written.
+    Their last word becomes ``check`` less all words that are written. Clears the ``digits`` for the next send.
     """
     tile, row = tl.program_id(0), tl.program_id(1)
     bits, inside, total = _candidates(value, ends, row, tile, capacity, turns, TILE)
@@ -264,6 +303,7 @@ def choose(
     tl.atomic_or(line + (bit >> 5), one, mask=wanted, sem="relaxed")
     written = tl.where(wanted, one, 0)  # the bits differ, so their sum is their union
     if tile == 0:
+        tl.store(digits + row.to(tl.int64) * 4096 + tl.arange(0, 4096), tl.zeros((4096,), tl.int32))
         written = tl.where(tl.arange(0, TILE) == 0, written - check, written)
     tl.atomic_add(line + width - 1, _taken_off(written), sem="relaxed")
 
@@ -287,7 +327,7 @@ def write(
     row, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * SLOTS
     slot = begin + tl.arange(0, SLOTS)
     inside = slot < k
-    finite = tl.load(state) == 0
+    finite = tl.load(state + 2) == 0
     found = tl.load(value + row * k + slot, mask=inside, other=0.0)
     position = tl.load(index + row * k + slot, mask=inside, other=0)
     bounded = tl.minimum(tl.maximum(found, -limit), limit)
@@ -382,9 +422,9 @@ def weigh(words, counts, flags, begin, size, width, tiles, rows, GROUP: tl.const
 
 @launched
 def add(
-    payload, counts, ends, out, flags, scale, first, rows, k, universe, numel, shards, share, check, value_bytes,
-    begin, size, nbytes, tiles, SCALED: tl.constexpr, BITS: tl.constexpr, LOW: tl.constexpr, BY_SHARD: tl.constexpr,
-    SHARED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    payload, counts, ends, out, flags, scale, rows, k, universe, numel, shards, share, check, value_bytes, begin, size,
+    nbytes, tiles, SCALED: tl.constexpr, BITS: tl.constexpr, LOW: tl.constexpr, BY_SHARD: tl.constexpr,
+    SHARED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, first,
 ):  # fmt: skip
     """Adds decoded values, times their ``share`` and perhaps the loss ``scale``, to ``out``. Rows from ``first`` on.
 
