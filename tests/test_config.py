@@ -5,7 +5,6 @@ import itertools
 import pickle
 import re
 from typing import Any, get_args
-from unittest import mock
 
 import laws
 import numpy as np
@@ -275,7 +274,7 @@ def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets
             shares.end_pass(same=number > 0)
             if shares.measures:
                 values = [torch.inf] * 3 if number == 3 else [energies[0] * (number % used == 0), *energies[1:]]
-                shares.fold([mock.Mock(bucket=b, energy=torch.tensor(e)) for b, e in zip(buckets, values, strict=True)])
+                shares.fold(buckets, [*map(torch.tensor, values)])
         assert shares.due
         return shares.decide(numels)
 

@@ -221,11 +221,12 @@ class Workers:
         self.cluster = Cluster(config, workers, numel, **options)
         self.sent_bytes = self.cluster.sent_bytes
         gradient = torch.empty(numel, device="meta")
-        self._clippings = [Clipping(workers) for _ in range(workers)]
+        told = [max_norm] if max_norm and self.cluster.plan.waits else []
+        self._clippings = [Clipping(workers) for _ in range(workers if told else 0)]
         self._buckets = [Bucket((gradient,)) for _ in range(workers)]
         numbers = {gradient: 0}
         for each in self._clippings:
-            each.tell([max_norm] if max_norm and self.cluster.plan.waits else (), numbers)
+            each.tell(told, numbers)
         self._rate: float | None = None  # at which what waits counts
 
     def step(self, gradients: Sequence[Tensor], epoch: int, rate: float) -> list[Tensor]:
@@ -233,10 +234,10 @@ class Workers:
         fade, self._rate = faded(rate if self._rate is None else self._rate, rate)
         for each in self._clippings:
             each.begin_pass()
-        mine = [*zip(self._clippings, self._buckets, strict=True)]
+        mine = [*zip(self._clippings, self._buckets, strict=False)]  # none if nothing was told
         clips = [each.of(bucket, gradients[0].device) for each, bucket in mine]
         delivered = self.cluster.step(gradients, epoch, fade=fade, clips=clips)
-        for (each, bucket), outcome in zip(mine, self.cluster.outcomes, strict=True):
+        for (each, bucket), outcome in zip(mine, self.cluster.outcomes, strict=False):
             if outcome.norms is not None:
                 each.fold([bucket], [outcome.norms])
         return delivered
