@@ -2,7 +2,6 @@
 
 import csv
 import math
-import multiprocessing
 import re
 import signal
 from contextlib import nullcontext
@@ -45,10 +44,7 @@ SENT = PLAN.uplink + PLAN.downlink
 """Bytes per step."""
 
 
-def test_a_registered_name_trains_and_every_key_returns_after_spawn(monkeypatch):
-    """The fork server stands for spawn, whose processes would import everything anew."""
-    contexts = multiprocessing.context._concrete_contexts
-    monkeypatch.setitem(contexts, "spawn", contexts["forkserver"])
+def test_a_registered_name_trains_and_every_key_returns_after_spawn():
     _, logged = fit(None, 2, strategy="topk_spawn", max_steps=7)
     assert {key for key in logged if key.startswith("topk/")} == KEYS
     assert {*re.findall(r"``(topk/\w+)``  ", str(CompressionMonitor.__doc__))} == KEYS
