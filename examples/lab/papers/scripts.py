@@ -157,6 +157,24 @@ class Script(NamedTuple):
     before: str = ""
 
 
+MNIST = Script(
+    "CNN of digits, 0.15 million",
+    "Adadelta 1, times .7 after each of 14 parts, dropout",
+    net=mnist_cnn,
+    data=digits,
+    batch=32,
+    optimizer=lambda net: optim.Adadelta(net.parameters(), 1.0),
+    schedule=partial(StepLR, step_size=STEPS // 14, gamma=0.7),
+)
+RECOMMENDER = Script(
+    "embeddings of users and items, most of them rare, 0.17 million",
+    "Adam .001",
+    net=Recommender,
+    data=ratings,
+    batch=256,
+    optimizer=lambda net: optim.Adam(net.parameters(), 0.001),
+    loss=nn.functional.mse_loss,
+)
 SCRIPTS: Mapping[str, Script] = {
     "GPT": Script(
         "GPT, tied weights, 0.35 million",
@@ -240,23 +258,11 @@ SCRIPTS: Mapping[str, Script] = {
         smoothing=0.1,
         before="masked autoencoder",
     ),
-    "MNIST": Script(
-        "CNN of digits, 0.15 million",
-        "Adadelta 1, times .7 after each of 14 parts, dropout",
-        net=mnist_cnn,
-        data=digits,
-        batch=32,
-        optimizer=lambda net: optim.Adadelta(net.parameters(), 1.0),
-        schedule=partial(StepLR, step_size=STEPS // 14, gamma=0.7),
-    ),
-    "MNIST, rho": Script(
-        "the same",
-        "Adadelta with rho .99 instead of .9, else the same",
-        net=mnist_cnn,
-        data=digits,
-        batch=32,
+    "MNIST": MNIST,
+    "MNIST, rho": MNIST._replace(
+        model="the same",
+        settings="Adadelta with rho .99 instead of .9, else the same",
         optimizer=lambda net: optim.Adadelta(net.parameters(), 1.0, rho=0.99),
-        schedule=partial(StepLR, step_size=STEPS // 14, gamma=0.7),
     ),
     "VAE": Script(
         "VAE of digits, 0.1 million",
@@ -267,23 +273,11 @@ SCRIPTS: Mapping[str, Script] = {
         optimizer=lambda net: optim.Adam(net.parameters(), 0.001),
         loss=own,
     ),
-    "recommender": Script(
-        "embeddings of users and items, most of them rare, 0.17 million",
-        "Adam .001",
-        net=Recommender,
-        data=ratings,
-        batch=256,
-        optimizer=lambda net: optim.Adam(net.parameters(), 0.001),
-        loss=nn.functional.mse_loss,
-    ),
-    "recommender, Adagrad": Script(
-        "the same",
-        "Adagrad .01",
-        net=Recommender,
-        data=ratings,
-        batch=256,
+    "recommender": RECOMMENDER,
+    "recommender, Adagrad": RECOMMENDER._replace(
+        model="the same",
+        settings="Adagrad .01",
         optimizer=lambda net: optim.Adagrad(net.parameters(), 0.01),
-        loss=nn.functional.mse_loss,
     ),
 }
 

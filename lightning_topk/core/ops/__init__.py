@@ -243,7 +243,7 @@ class CatchUp:
 
 
 def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
-    """Takes the signs that :func:`catch_up_` has counted in the last step; see :func:`.reference.fold_signs_`."""
+    """Takes the signs that :class:`CatchUp` has counted in the last step; see :func:`.reference.fold_signs_`."""
     version = None if on_cpu(counts) else fast(counts.device)
     (version or reference).fold_signs_(counts, fresh, ratio)
 
