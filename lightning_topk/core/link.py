@@ -213,7 +213,7 @@ def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, scratch: Tenso
     total = scratch[: codec.universe] if fits else scratch.new_zeros(codec.universe, dtype=dtype)
     workers = payloads.shape[0]
     divisor = workers if workers.bit_count() == 1 else 1  # dividing by a power of two first gives the same bits
-    if ops.receive(payloads, codec.layout, codec.form, divisor, total, ordered=ordered) is None:
+    if ops.receive(payloads, codec.layout, codec.form, divisor, total, None, ordered, codec.bound) is None:
         codec.check(payloads)
         index, value = codec.read(payloads, dtype)
         value = value / divisor
@@ -239,7 +239,7 @@ def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor, scale: 
     Returns:
         Scalar bool: whether all delivered values are finite.
     """
-    finite = ops.receive(payloads, layout, codec.form, 1, out, scale)
+    finite = ops.receive(payloads, layout, codec.form, 1, out, scale, False, codec.bound)
     if finite is not None:
         return finite
     codec.check(payloads)

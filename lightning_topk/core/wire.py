@@ -9,9 +9,9 @@ Positions that both ends know are not sent: when k = S, and with a selector that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -125,6 +125,7 @@ class Codec:
     shared: Shared | None = None  # computes the positions, if every rank draws the same; None if they are sent
     tag: int = 0  # of the bucket, in [0, 2^24): a receiver that expects another tag refuses the payload
     padding: int = 0  # zeros before the check word, bytes; a multiple of the word size
+    bound: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # see `ops.receive`
 
     @property
     def nbytes(self) -> int:

@@ -147,7 +147,7 @@ def sender(
 
 def receive(
     payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor,
-    scale: Tensor | None = None, ordered: bool = False,
+    scale: Tensor | None = None, ordered: bool = False, bound: dict[Any, Any] | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Decodes payloads, divides the values by ``divisor``, a power of two, and multiplies them by the loss ``scale``.
 
@@ -157,10 +157,10 @@ def receive(
     GPU, where the last bits of a sum may differ each time. Rejects damaged payloads.
 
     Returns whether all values are finite, a scalar bool. Or None, without effect, if no function does all that: then
-    decode and add, with the same result.
+    decode and add, with the same result. A GPU keeps in ``bound`` what is the same for all payloads of a form.
     """
-    version = fast(out.device) if form.bits else None
-    return version.receive(payloads, layout, form, divisor, out, scale, ordered) if version is not None else None
+    version = fast(out.device)
+    return version and version.receive(payloads, layout, form, divisor, out, scale, ordered, bound)
 
 
 def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:

@@ -58,10 +58,10 @@ def send(
 
 def receive(
     payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor,
-    scale: Tensor | None = None, ordered: bool = False,
+    scale: Tensor | None = None, ordered: bool = False, bound: dict[Any, Any] | None = None,
 ) -> Tensor | None:  # fmt: skip
     """See :func:`lightning_topk.core.ops.receive`, for float32. It always adds in order."""
-    if out.dtype != torch.float32:
+    if out.dtype != torch.float32 or not form.bits:
         return None
     payloads = payloads.contiguous()
     if (payloads.numpy().view(np.int32).sum(1, dtype=np.int32) != form.check).any():

@@ -224,7 +224,7 @@ def sampled(layout: Layout, k: int) -> tuple[int, int, int]:
 
 def receive(
     payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor,
-    scale: Tensor | None = None, ordered: bool = False,
+    scale: Tensor | None = None, ordered: bool = False, bound: dict[Any, Any] | None = None,
 ) -> Tensor | None:  # fmt: skip
     """See :func:`lightning_topk.core.ops.receive`. A damaged payload fails an assertion on the device.
 
@@ -232,36 +232,55 @@ def receive(
     Ranks do not if one server alone computes each sum. Where every rank does, it must be ``ordered``: one launch for
     each worker fixes the order, as with ``torch.use_deterministic_algorithms``.
     """
-    if out.dtype not in FLOATS or form.low > LOW or not layout.full_blocks:
+    if out.dtype not in FLOATS or form.low > LOW or not form.bits or not layout.full_blocks:
         return None
-    payloads, rows = payloads.contiguous(), payloads.shape[0]
+    payloads, factor, bound = payloads.contiguous(), out if scale is None else scale, {} if bound is None else bound
+    ordered = ordered or torch.are_deterministic_algorithms_enabled()
+    aligned = payloads.data_ptr() % 16, out.data_ptr() % 16, factor.data_ptr() % 16
+    sizes = layout.numel, layout.shards, payloads.shape, out.numel(), divisor
+    key = *sizes, *aligned, out.dtype, factor.dtype, scale is None, ordered, _stream(out.device)
+    known = bound.get(key)
+    if known is None:
+        known, ready = _bind_receive(payloads, layout, form, divisor, out, factor, scale is not None, ordered)
+        if ready:
+            bound[key] = known
+    weigh, sum_up, add, firsts = known
+    flags = torch.empty(2, dtype=torch.bool, device=out.device)
+    weigh(payloads.view(torch.int32), flags)
+    sum_up()
+    for first in firsts:
+        add(payloads, out, flags, factor, first)
+    intact, finite = flags.unbind()
+    torch._assert_async(intact, f"lightning_topk: a payload {DAMAGED}")
+    return finite
+
+
+def _bind_receive(
+    payloads: Tensor, layout: Layout, form: PayloadFormat, divisor: int, out: Tensor, factor: Tensor, scaled: bool,
+    ordered: bool,
+) -> tuple[tuple[Any, Any, Any, range], bool]:  # fmt: skip
+    """Binds the launches of :func:`receive` in memory of their own; returns whether they can be used more than once."""
+    rows, tiles = payloads.shape[0], _ceil(form.nbytes, OCTETS)
     by_shard = rows == layout.shards * (out.numel() // layout.numel)
-    if not by_shard:
-        ordered = ordered or out.dtype != torch.float32 or torch.are_deterministic_algorithms_enabled()
-    at_once, factor = rows if by_shard or not ordered else 1, out if scale is None else scale
-    shared, tiles = at_once > 1 and not by_shard, -(-form.nbytes // OCTETS)
-    words, flags = payloads.view(torch.int32), torch.empty(2, dtype=torch.bool, device=out.device)
-    counts = words.new_empty(2, rows, tiles)
-    begin = form.value_bytes - (-form.k * form.low // 8)
+    at_once = rows if by_shard or not (ordered or out.dtype != torch.float32) else 1
+    shared, begin = at_once > 1 and not by_shard, form.value_bytes - (-form.k * form.low // 8)  # of the high bitmap
     size = form.value_bytes + form.index_bytes - begin
+    counts, ends = torch.empty(2, 2 * rows * tiles, dtype=torch.int32, device=out.device)
     launch = Launcher(
         out.device, max(layout.numel, 8 * form.nbytes), payloads, out, factor, layout.shards, form.bits, form.low,
-        scale is None, by_shard, shared,
+        scaled, by_shard, shared, counts, ends,
     )  # fmt: skip
-    launch(
-        kernels.weigh, (-(-tiles // WEIGHED), rows), words, counts, flags, begin, size, form.nbytes // 4, tiles, rows,
-        WEIGHED, OCTETS // 4,
-    )()  # fmt: skip
-    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
+    weigh = launch(
+        kernels.weigh, (_ceil(tiles, WEIGHED), rows), counts, begin, size, form.nbytes // 4, tiles, rows, WEIGHED,
+        OCTETS // 4,
+    )  # fmt: skip
     add = launch(
-        kernels.add, (-(-(begin + size) // OCTETS) - begin // OCTETS, at_once), payloads, counts, ends, out, flags,
-        factor, rows, form.k, form.universe, layout.numel, layout.shards, 1 / divisor, form.check, form.value_bytes,
-        begin, size, form.nbytes, tiles, scale is not None, form.bits, form.low, by_shard, shared, OCTETS, BLOCK,
+        kernels.add, (_ceil(begin + size, OCTETS) - begin // OCTETS, at_once), counts, ends, rows, form.k,
+        form.universe, layout.numel, layout.shards, 1 / divisor, form.check, form.value_bytes, begin, size, form.nbytes,
+        tiles, scaled, form.bits, form.low, by_shard, shared, OCTETS, BLOCK,
     )  # fmt: skip
-    for first in range(0, rows, at_once):
-        add(first)
-    torch._assert_async(flags[0], f"lightning_topk: a payload {DAMAGED}")
-    return flags[1]
+    sum_up = partial(torch.cumsum, counts, 0, dtype=torch.int32, out=ends)
+    return (weigh, sum_up, add, range(0, rows, at_once)), launch.ready
 
 
 def copy_parts(bucket: Tensor, rows: Tensor, pieces: tuple[Tensor, Tensor], bad: Tensor | None = None) -> None:

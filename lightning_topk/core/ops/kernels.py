@@ -400,7 +400,7 @@ def _write_integers(bounded, finite, to, k, begin, BITS: tl.constexpr, SLOTS: tl
 
 
 @launched
-def weigh(words, counts, flags, begin, size, width, tiles, rows, GROUP: tl.constexpr, TILE: tl.constexpr):
+def weigh(counts, begin, size, width, tiles, rows, GROUP: tl.constexpr, TILE: tl.constexpr, words, flags):
     """Sums the words of each tile of TILE words, and counts its bits in the high bitmap: ``[2, rows, tiles]``.
 
     ``words`` are payloads; a bitmap has the ``size`` octets from ``begin`` on. Sets both ``flags`` of :func:`add`.
@@ -422,9 +422,9 @@ def weigh(words, counts, flags, begin, size, width, tiles, rows, GROUP: tl.const
 
 @launched
 def add(
-    payload, counts, ends, out, flags, scale, rows, k, universe, numel, shards, share, check, value_bytes, begin, size,
-    nbytes, tiles, SCALED: tl.constexpr, BITS: tl.constexpr, LOW: tl.constexpr, BY_SHARD: tl.constexpr,
-    SHARED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, first,
+    counts, ends, rows, k, universe, numel, shards, share, check, value_bytes, begin, size, nbytes, tiles,
+    SCALED: tl.constexpr, BITS: tl.constexpr, LOW: tl.constexpr, BY_SHARD: tl.constexpr, SHARED: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, payload, out, flags, scale, first,
 ):  # fmt: skip
     """Adds decoded values, times their ``share`` and perhaps the loss ``scale``, to ``out``. Rows from ``first`` on.
 
