@@ -50,6 +50,7 @@ class Bucket(tuple[Tensor, ...]):
     dtype: torch.dtype | None = None  # for which it is planned; a wrapper may change that of the parameters
     plan: BucketPlan | None = None
     weight: float = 0.0  # of its bytes, see `Buckets.share`; 0 if they were not shared out
+    lifts: Sequence[float] = ()  # of its parameters, see :class:`.Link`
     endpoint: Endpoint | None = None  # of `runtime.residuals`, which alone sets it
     alike: Any = None  # see `Residuals.fade`; as long as the endpoint
     clipping: Any = None  # of `optim.applied.Clipping`, which alone sets it

@@ -102,10 +102,12 @@ def in_words(request: Request) -> tuple[str, str, str, int]:
     return type(request).__name__, request.direction, request.among, request.payload.nbytes
 
 
-def cluster_of(config: TopKConfig, workers: int, numel: int, dtype: torch.dtype = torch.float32) -> Noted:
+def cluster_of(
+    config: TopKConfig, workers: int, numel: int, dtype: torch.dtype = torch.float32, sizes: Sequence[int] = ()
+) -> Noted:
     """A simulated cluster of that many workers: ranks, or nodes of two."""
     local = LOCAL if config.topology == "hierarchical" else 1
-    return Noted(config, workers * local, numel, dtype, local)
+    return Noted(config, workers * local, numel, dtype, local, (*sizes,))
 
 
 def undelivered(cluster: Cluster) -> Tensor:
@@ -113,6 +115,7 @@ def undelivered(cluster: Cluster) -> Tensor:
     dtype = cluster.endpoints[0].dtype
     total = torch.zeros(sum(cluster.plan.parts.sizes), dtype=dtype)
     for rank, end in enumerate(cluster.endpoints):
+        end.lift()
         mine = end.uplink.memory.tensors().get("residual", torch.zeros((), dtype=dtype)) / end.plan.world
         mine = mine.expand(end.plan.parts.numel).clone()
         for name in end.downlink.memory.tensors() if end.downlink is not None else ():
@@ -129,18 +132,23 @@ def simulate(
     config: TopKConfig, workers: int, numel: int, dtype: torch.dtype = torch.float32, steps: int = 4,
     make_gradients: Callable[[int, int, int], list[Tensor]] = gradients, atol: float = 2e-5, rtol: float = 1e-5,
     scale: float | None = None, rates: Sequence[float] = (), clip: float | None = None,
+    lifts: Sequence[Sequence[float]] = (),
 ) -> Cluster:  # fmt: skip
     """Checks the laws on some steps of a simulated cluster of ranks, or of nodes of two.
 
     Also checks that exchanges make the predicted requests.
     ``make_gradients`` takes ``(world, numel, step)``; the exchange sees the result times the loss ``scale``. With the
-    learning ``rates`` of the steps, what waits fades; each gradient enters as clipped to the norm ``clip``. To half
-    precision, scaled gradients are rounded as DDP's are.
+    learning ``rates`` of the steps, what waits fades; each gradient enters as clipped to the norm ``clip``. Parameters
+    of about the same size have the ``lifts`` of each step in turn. To half precision, scaled gradients are rounded as
+    DDP's are.
     """
-    cluster = cluster_of(config, workers, numel, dtype)
+    sizes = [len(part) for part in torch.empty(numel).tensor_split(len(lifts[0]) if lifts else 1)]
+    cluster = cluster_of(config, workers, numel, dtype, sizes)
     ranks, sent_before, before = range(len(cluster.endpoints)), {}, rates[0] if rates else 1.0
     computed, received, sent, planned = [], [], [], []
     for step in range(steps):
+        for end in cluster.endpoints:
+            end.lift(lifts[step % len(lifts)] if lifts else ())
         mine = [(each * (scale or 1)).to(dtype) for each in make_gradients(len(ranks), numel, step)]
         own, fade = torch.stack(mine).double() / (scale or 1), 1.0
         if rates:

@@ -33,7 +33,7 @@ from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import RandK, SampledK, Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.messages import saving_warnings, startup_warnings
-from lightning_topk.runtime.shares import FIRST, LEAST, Shares, energy
+from lightning_topk.runtime.shares import FIRST, LEAST, Shares, energies_of, energy, lifts_of
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import Volume, volume
@@ -265,7 +265,7 @@ def test_shares_move_the_bytes_of_a_step_between_its_buckets(topology, settings,
 def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets():
     """The energy of an entry counts, to the power 5/8, in finite passes that used its bucket."""
     shares, buckets = Shares(), [Bucket((torch.ones(1),)) for _ in range(3)]
-    numels = dict(zip(buckets, (100, 100, 50), strict=True))
+    sizes = dict(zip(buckets, ([100], [100], [50]), strict=True))
 
     def decided(energies: list[float], used: int = 1) -> list[float]:
         """With energies of which the first is 0 but in every ``used``-th pass."""
@@ -274,9 +274,11 @@ def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets
             shares.end_pass(same=number > 0)
             if shares.measures:
                 values = [torch.inf] * 3 if number == 3 else [energies[0] * (number % used == 0), *energies[1:]]
-                shares.fold(buckets, [*map(torch.tensor, values)])
+                shares.fold(buckets, [(torch.tensor(value), torch.ones(1)) for value in values])
         assert shares.due
-        return shares.decide(numels)
+        weights, lifts = shares.decide(sizes)
+        assert lifts == [(), (), ()]
+        return weights
 
     large, small, other = decided([1600.0, 100.0, 50.0])
     assert (large / small, small / other) == pytest.approx((16**0.625, 1.0))
@@ -286,8 +288,22 @@ def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets
     unused, large, small = decided([0.0, 1600.0, 50.0])
     assert (unused, large / small) == (1.0, pytest.approx(16**0.625))
     assert decided([0.0] * 3) == []
-    numels[buckets[0]] = 0  # not compressed: its energy does not count
+    sizes[buckets[0]] = [0]  # not compressed: its energy does not count
     assert decided([1e9, 100.0, 50.0]) == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_gradients_far_below_the_root_mean_square_of_their_bucket_are_lifted_to_less_than_half_of_it():
+    """By powers of two, up to 2^10. Those of uncompressed parameters do not count, and zeros are not lifted."""
+    sizes = [4000, 100, 100, 50, 50, 0]
+    rms = [1.0, 0.24, 0.26, 0.01, 1e-9, 1e6]
+    energies = energies_of(torch.cat([torch.full((n,), x) for n, x in zip(sizes, rms, strict=True)]), sizes)
+    assert lifts_of(energies.tolist(), sizes) == [1.0, 2.0, 1.0, 32.0, 1024.0, 1.0]
+    assert lifts_of([4.0, 0.0], [4, 10]) == ()
+    bucket = Bucket((torch.ones(4), torch.ones(10)))
+    shares = Shares()
+    for used in (True, False, True):
+        shares.fold([bucket], [(torch.ones(()), torch.tensor([4.0, used * 0.1]))])
+    assert shares.decide({bucket: [4, 10]}) == ([1.0], [[1.0, 2.0]]), "the passes that used it count"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])

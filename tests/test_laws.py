@@ -78,6 +78,34 @@ def test_conservation_holds_for_what_dense_training_applies(topology, bidirectio
     simulate(config, 3, 1500, steps=7, scale=scale, rates=rates, clip=clip, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("topology", "bidirectional", "wire", "dtype", "scale", "clip"),
+    in_turn(
+        [(None, None), (1024.0, None), (None, 20.0)],
+        [*ROUTES, ON_NODES[0]],
+        WIRES,
+        [torch.float32, torch.bfloat16, torch.float64],
+    ),
+)
+def test_laws_hold_while_the_lifts_of_parameters_change(topology, bidirectional, wire, dtype, scale, clip):
+    """More is sent of what is lifted. The lifts of a step are the units of what waits until then."""
+    config = TopKConfig(ratio=0.02, bidirectional=bidirectional, wire=wire, topology=topology)
+    lifts, small = [(64.0, 1.0, 1.0), (), (64.0, 1.0, 2.0)], torch.tensor([1e-3, 1.0, 1.0])
+
+    def make(world, numel, step):
+        return [g * small.repeat_interleave(numel // 3) for g in gradients(world, numel, step)]
+
+    cluster = simulate(config, 3, 12_000, dtype, 7, make, scale=scale, clip=clip, atol=1e-4, lifts=lifts)
+    assert not cluster.endpoints[0].uplink.lifts
+    shares = []
+    for lift in (1.0, 1024.0):
+        for end in cluster.endpoints:
+            end.lift((lift, 1.0, 1.0))
+        delivered = cluster.step([g.to(dtype) for g in make(len(cluster.endpoints), 12_000, 9)])[0]
+        shares.append(delivered[:4000].count_nonzero())
+    assert 2 * shares[0] < shares[1]
+
+
 @routes
 def test_laws_hold_for_a_wire_that_the_fused_functions_do_not_support(topology, bidirectional, monkeypatch):
     """A new wire as CONTRIBUTING describes it; it has as many bits as int8."""

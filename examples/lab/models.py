@@ -287,6 +287,22 @@ class Walker(nn.Module):
         return self.layers((x[:, :, None] == torch.arange(SIDE, device=x.device)).flatten(1).float())
 
 
+class TwoHeads(nn.Module):
+    """Two outputs for 32 inputs, from a trunk that both share: 0.04 million parameters."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        heads = (nn.Sequential(nn.Linear(width, width // 2), nn.ReLU(), nn.Linear(width // 2, 1)) for _ in range(2))
+        self.heads = nn.ModuleList(heads)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, 32]`` to ``[N, 2]``."""
+        shared = self.trunk(x)
+        return torch.cat([head(shared) for head in self.heads], 1)
+
+
 class ViT(nn.Module):
     """Features of the 64 patches of a 32 x 32 colour image (Dosovitskiy et al. 2021): 0.2 million parameters."""
 
@@ -405,9 +421,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet18": resnet18,
     "diffusion": UNet,
     "ppo": Walker,
+    "two losses": TwoHeads,
 }
 """Models for simulated workers: four for digits (``mlp`` is the thesis's 784-64-10 at this size), six for colour images
-(``narrow resnet18`` has 2.8 million parameters), six for text (``huge gpt`` has 85 million), one for agents."""
+(``narrow resnet18`` has 2.8 million parameters), six for text (``huge gpt`` has 85 million), one for agents, one of two
+tasks."""
 LARGE = ("large gpt", "huge gpt")
 """Models that learn source code, in long pieces; ``tied gpt`` in short ones."""
 TEXT = ("char lstm", "gpt", "gpt2", "tied gpt", *LARGE)

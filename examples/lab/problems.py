@@ -224,5 +224,49 @@ class Agents(Problem):
         return -reward, reward
 
 
-PROBLEMS: Mapping[str, type[Problem]] = {"diffusion": Diffusion, "ppo": Agents}
+class TwoLosses(Problem):
+    """Two tasks, whose losses count 1 and 100: to find what two random networks say of random inputs, in noise.
+
+    The losses of a result are those of the first task.
+    """
+
+    def __init__(
+        self, model: str, seed: int, data: Data | Path | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__(model, seed, None, device)
+        self.examples = 1  # inputs are drawn anew in each step
+        random = torch.Generator().manual_seed(seed)
+        shapes = (32, 32, 64), (64, 64, 1)  # fan-in, and the shape of a layer
+        self._teachers = [
+            [(torch.randn(*shape, generator=random) / fan_in**0.5).to(device) for fan_in, *shape in shapes]
+            for _ in range(2)
+        ]
+
+    def _task(self, examples: int, noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Inputs ``[B, 32]``, and what is said of them ``[B, 2]``."""
+        x = torch.randn(examples, 32, generator=generator).to(self.start.device)
+        said = torch.cat([1.5 * (x @ first).relu() @ second for first, second in self._teachers], 1)
+        return x, said + noise * torch.randn(said.shape, generator=generator).to(x.device)
+
+    @override
+    def _draw(self, theta: Tensor, batches: Tensor, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
+        return [self._task(len(batch), 0.1, generator) for batch in batches]
+
+    @override
+    def _loss(self, weights: list[Tensor], *batch: Tensor) -> Tensor:
+        x, said = batch
+        return ((self._scores(weights, x) - said).square().mean(0) * said.new_tensor([1.0, 100.0])).sum()
+
+    @override
+    def evaluate(self, theta: Tensor) -> tuple[float, float, float]:
+        return self.held_out(theta)[0], *self.held_out(theta)
+
+    @override
+    @torch.no_grad()
+    def held_out(self, theta: Tensor, stride: int = 1) -> tuple[float, float]:
+        x, said = self._task(4096, 0.0, torch.Generator().manual_seed(0))
+        return float((self._scores(self.weights(theta), x) - said)[:, 0].square().mean()), 0.0
+
+
+PROBLEMS: Mapping[str, type[Problem]] = {"diffusion": Diffusion, "ppo": Agents, "two losses": TwoLosses}
 """What models learn that do not classify."""

@@ -26,6 +26,7 @@ from lightning_topk.bucket import Bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.optim.applied import Clipping, faded
 from lightning_topk.optim.momentum import adapt_momentum
+from lightning_topk.runtime.shares import Shares, energies_of
 from lightning_topk.simulate import Cluster
 
 K = TypeVar("K", bound=Hashable)
@@ -213,7 +214,7 @@ class DiLoCo(LocalSGD):
 
 
 class Workers:
-    """Simulated workers with residuals, which are told of clipping to ``max_norm`` as ranks of a cluster are."""
+    """Simulated workers, which are told of clipping to ``max_norm`` and lift parameters as ranks of a cluster do."""
 
     def __init__(
         self, config: TopKConfig, workers: int, numel: int, max_norm: float | None = None, **options: Any
@@ -228,10 +229,13 @@ class Workers:
         for each in self._clippings:
             each.tell(told, numbers)
         self._rate: float | None = None  # at which what waits counts
+        self._shares = Shares() if config.saving is not None and self.cluster.plan.waits else None
 
     def step(self, gradients: Sequence[Tensor], epoch: int, rate: float) -> list[Tensor]:
         """Exchanges the gradients ``[d]`` of a step with this learning rate."""
         fade, self._rate = faded(rate if self._rate is None else self._rate, rate)
+        if self._shares is not None:
+            self._lift(self._shares, gradients[0])
         for each in self._clippings:
             each.begin_pass()
         mine = [*zip(self._clippings, self._buckets, strict=False)]  # none if nothing was told
@@ -241,6 +245,18 @@ class Workers:
             if outcome.norms is not None:
                 each.fold([bucket], [outcome.norms])
         return delivered
+
+    def _lift(self, shares: Shares, gradient: Tensor) -> None:
+        """Decides about the parameters' shares when it is time, by the gradients of one worker."""
+        (bucket, *_), sizes = self._buckets, self.cluster.plan.compressed_sizes
+        if shares.due:
+            _, (lifts,) = shares.decide({bucket: sizes})
+            for end in self.cluster.endpoints:
+                end.lift(lifts)
+        if shares.measures:
+            entered = energies_of(gradient, self.cluster.plan.parts.sizes)
+            shares.fold([bucket], [(entered.sum(), entered)])
+        shares.end_pass(True)
 
 
 @contextmanager

@@ -68,6 +68,12 @@ class BucketPlan:
         return all(mine[each.name] == theirs[each.name] for each in fields(self))
 
     @cached_property
+    def compressed_sizes(self) -> list[int]:
+        """Elements of each parameter that are compressed."""
+        sizes = self.parts.sizes if self.topology.compresses else (0,) * len(self.parts.sizes)
+        return [0 if number in self.uncompressed else size for number, size in enumerate(sizes)]
+
+    @cached_property
     def uncompressed_numel(self) -> int:
         """Number of uncompressed elements in the bucket."""
         return sum(self.parts.sizes[number] for number in self.uncompressed)
@@ -251,6 +257,19 @@ class Endpoint:
         if mean is None or self.downlink is None:
             return torch.empty(codec.nbytes, dtype=torch.uint8, device=self.sizes.device)
         return self.downlink.send(mean, codec, step)[0]
+
+    def lift(self, lifts: Sequence[float] = ()) -> None:
+        """Sets the :attr:`.Link.lifts` of the worker's link, and converts the memories to these units."""
+        if lifts == self.uplink.lifts:
+            return
+        none = [1.0] * len(self.sizes)
+        factors = [new / old for new, old in zip(lifts or none, self.uplink.lifts or none, strict=True)]
+        for link, each in zip(
+            self.links, self.spread(ops.to_device(torch.tensor(factors), self.sizes.device)), strict=True
+        ):
+            for memory in link.memory.tensors().values():
+                memory.mul_(each)
+        self.uplink.lifts = lifts
 
     def spread(self, values: Tensor) -> list[Tensor]:
         """Repeats a value of each parameter, ``[parameters]``, for the elements of the memory of each link."""

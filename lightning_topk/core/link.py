@@ -97,6 +97,8 @@ class Link:
     With a scale they round products, by errors whose mean is 0, and the residual includes none.
 
     Attributes:
+        lifts: Powers of two by which the gradient of each parameter counts more in the selection; empty: none does.
+            The memory is in these units.
         sent: Payloads ``[shards, P]`` uint8 and their codec, of an exchange in progress, while nobody else has them.
         clipped: ``[2, limits]`` float32, norms of its gradient as it entered, and its excess before; if it is clipped.
         error: ``[2]`` float64, ‖a‖² and ‖a - C(a)‖²; if measured.
@@ -109,6 +111,7 @@ class Link:
     delivered: torch.dtype | None = None
     parts: NodeShards | None = None  # how the bucket is split, of which a worker sends a part; None at a server
     function: ops.Sender | None = field(default=None, init=False)  # does the same in one pass over memory
+    lifts: Sequence[float] = field(default=(), init=False)
     sent: tuple[Tensor, Codec] | None = field(default=None, init=False)
     clipped: Tensor | None = field(default=None, init=False)
     error: Tensor | None = field(default=None, init=False)
@@ -126,16 +129,20 @@ class Link:
     def send(self, x: Tensor, codec: Codec, step: Step = FIRST) -> Tensor:
         """Compresses ``x`` ``[numel]``, floating, and keeps the rest in the memory; ``x`` becomes zero.
 
-        A worker's ``x`` is a gradient, whose loss scale and excess are divided out first. If the vector has a NaN or an
-        infinity, every value in the payloads is NaN, so that every receiver notices, and the memory only fades.
+        A worker's ``x`` is a gradient, whose loss scale and excess are divided out first, and which is then lifted. If
+        the vector has a NaN or an infinity, every value in the payloads is NaN, so that every receiver notices, and the
+        memory only fades.
 
         Returns:
             Payloads ``[shards, P]`` uint8.
         """
         parts, to, payloads = self.parts, None if step.scale is not None else self.delivered, None
         scale, clip = (None, None) if parts is None else (step.scale, step.clip)
-        if clip is not None and parts is not None and (ops.on_cpu(x) or clip.of is not None or step.apart is not None):
+        apart = ops.on_cpu(x) or self.lifts or step.apart is not None
+        if clip is not None and parts is not None and (apart or clip.of is not None):
             scale, clip = self._clip(x, clip, step, parts), None
+        if self.lifts and parts is not None:
+            lift_(x, parts.slices, self.lifts)
         if self.function is not None and not step.measure.error:
             form, limit = codec.form if to is None else codec.format(to), None
             if clip is not None and parts is not None:
@@ -176,6 +183,8 @@ class Link:
         flat, arrives = reference.flat_index(index, self.layout).view(-1), arrives.view(-1)
         if step.measure.error:
             rest = a.index_add(0, flat, arrives, alpha=-1)
+            if self.lifts:
+                a, rest = (lift_(each, sizes, [1 / lift for lift in self.lifts]) for each in (a.clone(), rest))
             self.error = _energies([a, rest])
             if step.measure.per_layer and sizes:
                 count = torch.stack([changed.count_nonzero() for changed in (a != rest).split(sizes)]).double()
@@ -190,6 +199,15 @@ class Link:
             index, value = codec.read(payloads, self.memory.dtype)
             value = reference.zero_unless_(value, reference.is_finite(value))
             self.memory.keep(reference.flat_index(index, self.layout).view(-1), -value.view(-1))
+
+
+def lift_(x: Tensor, sizes: Sequence[int], lifts: Sequence[float]) -> Tensor:
+    """Multiplies the elements ``[numel]`` of parameters of ``sizes`` by a power of two each, which rounds nothing."""
+    lifted = [(part, lift) for part, lift in zip(x.split([*sizes]), lifts, strict=True) if lift != 1]
+    if lifted:
+        parts, factors = zip(*lifted, strict=True)
+        torch._foreach_mul_(parts, factors)
+    return x
 
 
 def norm(g: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:

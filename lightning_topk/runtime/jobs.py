@@ -63,7 +63,7 @@ class Pass:
         timed: Whether its jobs are timed.
         waits: Whether backward waits for each job, so that it hides none of them.
         clips: Whether the gradients are clipped in the exchange, if a norm was told: if any of them may wait.
-        weighs: Whether jobs measure the energy of what they deliver (:mod:`.shares`).
+        weighs: Whether jobs measure energies of gradients (:mod:`.shares`).
         ready: Mark of when the last gradient was ready: from then on, backward hides nothing.
         buckets: The buckets exchanged so far.
         jobs: The exchanges, in the order of submission. Empty gradients have none.
@@ -99,7 +99,8 @@ class Job:
         used: Of each parameter of the bucket, whether this rank used it; None if it used all.
         clip: The user's clipping; None if nothing was told.
         codecs: Codecs of what was sent.
-        energy: Of what was delivered to compressed parameters, scalar float64; if the pass weighs.
+        energies: Of what was delivered to compressed parameters, scalar float64, and of each parameter's gradient
+            before, ``[parameters]``; if the pass weighs.
         begun, ended: Marks, if the pass is timed.
     """
 
@@ -111,7 +112,7 @@ class Job:
     clip: Clip | None
     of: Pass
     codecs: Codecs = field(init=False)
-    energy: Tensor | None = field(default=None, init=False)
+    energies: tuple[Tensor, Tensor] | None = field(default=None, init=False)
     begun: Mark | None = field(default=None, init=False)
     ended: Mark | None = field(default=None, init=False)
     outcome: Outcome | None = field(default=None, init=False)
@@ -146,6 +147,7 @@ class Job:
         """
         now, plan, reply = self.of, self.plan, None
         self.begun = mark(g.device) if now.timed else None
+        entered = shares.energies_of(g, plan.parts.sizes) if now.weighs else None
         end = now.residuals.endpoint(self.bucket, plan)
         fade = 1.0 if now.rates is None else now.residuals.fade(self.bucket, now.rates)
         self.codecs = plan.codecs(now.step, now.epoch, end.uplink.selector)
@@ -165,6 +167,7 @@ class Job:
         finally:
             exchange.close()  # of one that failed, at once: what was not delivered returns to the residuals
         self.ended = mark(g.device) if now.timed else None
-        if now.weighs:
-            self.energy = torch.where(outcome.finite, shares.energy(plan.compressed_part(g)), torch.nan)
+        if entered is not None:
+            delivered = torch.where(outcome.finite, shares.energy(plan.compressed_part(g)), torch.nan)
+            self.energies = delivered, entered
         self.outcome = outcome  # last: it says that the job has ended

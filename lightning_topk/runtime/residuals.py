@@ -127,7 +127,14 @@ class Residuals:
             self._fill(end, bucket)
             bucket.endpoint = end
             self._live.append(bucket)
+        end.lift(bucket.lifts)
         return end
+
+    def _lower(self) -> None:
+        """Converts all memories to their own units, to read them; the next exchange of each lifts it again."""
+        for bucket in self._live:
+            assert bucket.endpoint is not None
+            bucket.endpoint.lift()
 
     def fade(self, bucket: Bucket, rates: Rates) -> float:
         """The factor of what waits of a bucket in this pass, before its gradient is added.
@@ -174,6 +181,7 @@ class Residuals:
         for bucket in [bucket for bucket in self._live if not parameters.isdisjoint(bucket)]:
             end = bucket.endpoint
             assert end is not None
+            end.lift()
             self._forget_endpoint(bucket)
             for link in end.links:
                 ops.use_here(*link.memory.tensors().values())
@@ -271,6 +279,7 @@ class Residuals:
         parts, and the servers'. The last item splits the sum into ``[numel]`` for each parameter, also the others of
         its bucket. All shares of a dtype are made in the same memory, one bucket's, on the device.
         """
+        self._lower()
         rest = {parameter: number for number, parameter in enumerate(parameters)}
         live = [(each, each.endpoint) for each in self._live if each.endpoint and not rest.keys().isdisjoint(each)]
         # The order in which lanes made them may differ by rank.
@@ -305,6 +314,7 @@ class Residuals:
 
     def worker_energies(self) -> dict[Tensor, Tensor]:
         """The sum of squares of this rank's residual of each parameter, a scalar float64 on the CPU."""
+        self._lower()
         known = {p: (kept.parts["residual"], kept.count) for p, kept in self._kept.items() if "residual" in kept.parts}
         return {
             p: count * torch.linalg.vector_norm(part, dtype=torch.float64).square().cpu()
@@ -324,6 +334,7 @@ class Residuals:
 
         Its mean over the ranks is the mean over the workers, even if the ranks of a node are one worker.
         """
+        self._lower()
         energy = torch.zeros((), dtype=torch.float64)
         for end in (bucket.endpoint for bucket in self._live):
             if end is not None and (kept := end.uplink.memory.tensors().get("residual")) is not None:

@@ -1,4 +1,4 @@
-"""Shares of a step's bytes: buckets with more energy in their gradients send more of their entries.
+"""Shares of a step's bytes: which buckets, and which parameters of a bucket, send how many of their entries.
 
 In one bucket all entries compete for the same payload, and where the gradient is large, more of them are sent. Each of
 several buckets sends its own largest entries. If all had the same density, a bucket of large gradients would deliver
@@ -6,6 +6,12 @@ them late: a GPT in three buckets, whose embedding and first layers have nine te
 10 % behind dense training. So with ``saving=`` the bytes of a bucket follow the energy of an entry of it, the mean
 square of what it delivers, to the power 5/8: as many as it gets in one bucket, where 54 times the energy got 12 times
 the entries. The bytes of a step stay the same (:func:`lightning_topk.bucket.share_out`).
+
+Within a bucket, a parameter whose gradients are far smaller than the others' would hardly be sent: the layers of a loss
+that counts little beside another one, of a critic beside its actor. So its gradient is *lifted* where it enters the
+exchange, by a power of two that leaves it below half of the bucket's root mean square, and lowered where it is
+delivered: :func:`lifts_of`. With losses of weights 1 and 100, the first ends 1 to 4 % behind dense training then, and
+not 24 to 68.
 
 All ranks must decide alike. They know the same delivered values, but not always times the same loss scale: that of a
 rank that has run out of data stays behind. So rank 0 decides.
@@ -16,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +40,10 @@ SAMPLE = 1 << 15
 CPU = torch.device("cpu")
 LEAST, MOST = 0.1, 10.0
 """Bounds of a bucket's weight."""
+LIFTED = 0.5
+"""Root mean square of a parameter's lifted gradient over that of its bucket, at most."""
+HIGHEST = 10
+"""Exponent of the largest lift."""
 
 
 class Shares:
@@ -48,7 +59,7 @@ class Shares:
 
     def _reset(self) -> None:
         self._passes, self._next = 0, FIRST
-        self._measured: list[tuple[Sequence[Bucket], Tensor]] = []  # of each pass, buckets and energies [buckets]
+        self._measured: list[tuple[Sequence[Any], Tensor]] = []  # of a pass, what has energies, and these
 
     @property
     def measures(self) -> bool:
@@ -61,25 +72,37 @@ class Shares:
             self._reset()
         self._passes += 1
 
-    def fold(self, buckets: Sequence[Bucket], energies: Sequence[Tensor]) -> None:
-        """Takes the energies of the buckets of a pass."""
-        self._measured.append((buckets, torch.stack([*energies])))
+    def fold(self, buckets: Sequence[Bucket], energies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Takes the energies of the buckets of a pass: as delivered, a scalar, and by parameter as they entered."""
+        delivered, entered = zip(*energies, strict=True)
+        members = [(bucket, number) for bucket, its in zip(buckets, entered, strict=True) for number in range(len(its))]
+        self._measured.append(([*buckets, *members], torch.cat([torch.stack(delivered), *entered])))
 
     @property
     def due(self) -> bool:
         """Whether it is time to decide."""
         return self._passes >= self._next
 
-    def decide(self, numels: Mapping[Bucket, int]) -> list[float]:
-        """The weight of each bucket's bytes, for buckets of ``numels`` compressed elements; empty without any energy.
+    def decide(self, sizes: Mapping[Bucket, Sequence[int]]) -> tuple[list[float], list[Sequence[float]]]:
+        """The weight of each bucket's bytes, none without any energy; and the lifts of its parameters.
 
-        A bucket counts with the passes that used it; if none did, its weight is 1. Waits for the device.
+        ``sizes`` are the elements of each parameter of the buckets that are compressed. Buckets and parameters count
+        with the passes that used them; a bucket that none used has the weight 1. Waits for the device.
         """
-        rows = [dict(zip(buckets, energies.tolist(), strict=True)) for buckets, energies in self._measured]
-        rows = [row for row in rows if all(map(math.isfinite, row.values()))]
+        rows: list[dict[Any, float]] = []
+        for places, values in ((places, energies.tolist()) for places, energies in self._measured):
+            rows += [dict(zip(places, values, strict=True))] if all(map(math.isfinite, values)) else []
         self._next, self._measured = self._next + min(self._next, LAST), []
-        used = [[energy for row in rows if (energy := row.get(bucket, 0.0))] for bucket in numels]
-        mine = [fmean(each) if each else 0.0 for each in used]
+
+        def usual(place: Any) -> float:
+            used = [energy for row in rows if (energy := row.get(place, 0.0))]
+            return fmean(used) if used else 0.0
+
+        numels = {bucket: sum(each) for bucket, each in sizes.items()}
+        lifts = [lifts_of([usual((bucket, n)) for n in range(len(each))], each) for bucket, each in sizes.items()]
+        return self._weights([*map(usual, numels)], numels), lifts
+
+    def _weights(self, mine: list[float], numels: Mapping[Bucket, int]) -> list[float]:
         shards = [mine] if self._shards is None else gathered(mine, self._device, self._shards)
         pairs = [*zip(map(sum, zip(*shards, strict=True)), numels.values(), strict=True)]
         total, count = sum(energy for energy, numel in pairs if numel), sum(numels.values())
@@ -87,6 +110,24 @@ class Shares:
             return []
         densities = [energy / numel * (count / total) if energy * numel else 1.0 for energy, numel in pairs]
         return [min(MOST, max(LEAST, density ** (5 / 8))) for density in densities]
+
+
+def lifts_of(energies: Sequence[float], sizes: Sequence[int]) -> Sequence[float]:
+    """How much to lift the gradient of each parameter, from its energy in a worker and its compressed elements.
+
+    See :attr:`.Link.lifts`.
+    """
+    pairs = [*zip(energies, sizes, strict=True)]
+    square = sum(energy for energy, size in pairs if size) / max(1, sum(sizes))  # the mean of all
+    ratios = [LIFTED * math.sqrt(square * size / energy) if energy * size else 1.0 for energy, size in pairs]
+    lifts = [2.0 ** min(HIGHEST, math.floor(math.log2(max(1.0, ratio)))) for ratio in ratios]
+    return lifts if max(lifts, default=1.0) > 1 else ()
+
+
+def energies_of(g: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The sum of squares of each parameter's elements of ``g`` ``[numel]``: ``[parameters]``, floating."""
+    wide = torch.promote_types(g.dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(g.split([*sizes]), 2, wide)).square()
 
 
 def energy(g: Tensor) -> Tensor:

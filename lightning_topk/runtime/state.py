@@ -132,7 +132,7 @@ class HookState:
         self._collect()
         self.optimizers.begin_pass()
         telemetry, optimizers = self.telemetry, self.optimizers
-        shares = self.config.saving is not None and self.world > 1 and len(self.last_buckets) > 1
+        shares = self.config.saving is not None and self.world > 1 and len(self.last_buckets) > 0
         if shares and self.shares.due:
             self._share_out()
         epoch: Any = self._epoch()
@@ -152,17 +152,17 @@ class HookState:
         )
 
     def _share_out(self) -> None:
-        """Divides the bytes of a step among its buckets anew, as rank 0 decides. A collective."""
-        plans = {bucket: self.buckets.plan_of(bucket) for bucket in self.last_buckets}
-        compressed = {
-            key: plan.numel - plan.uncompressed_numel if plan.topology.compresses else 0 for key, plan in plans.items()
-        }
+        """Divides the bytes of a step anew among its buckets and their parameters, as rank 0 decides. A collective."""
+        buckets = self.last_buckets
+        sizes = {bucket: self.buckets.plan_of(bucket).compressed_sizes for bucket in buckets}
         groups = self.open_groups()
         with every_rank("dividing a step's bytes among its buckets"):
-            weights = gathered(self.shares.decide(compressed), self.device, groups.all)[0]
-        if weights:
-            self.buckets.share(dict(zip(plans, weights, strict=True)))
-            messages.LOGGER.debug("the buckets' shares of the bytes, over their mean: %s", weights)
+            weights, lifts = gathered(self.shares.decide(sizes), self.device, groups.all)[0]
+        if weights and len(buckets) > 1:
+            self.buckets.share(dict(zip(buckets, weights, strict=True)))
+        for bucket, its in zip(buckets, lifts, strict=True):
+            bucket.lifts = its if bucket.dtype != torch.float16 else ()  # which may overflow
+        messages.LOGGER.debug("the buckets' shares of the bytes, over their mean: %s; lifts: %s", weights, lifts)
 
     def exchange(
         self, parameters: Sequence[Tensor], gradient: Tensor, name: str, used: Sequence[bool] | None = None

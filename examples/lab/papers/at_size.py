@@ -74,6 +74,7 @@ COURSES: Mapping[str, Course] = {
     "ppo": Course(
         Optimizer(3e-4, 0.9, "Adam 0.999", clip_norm=0.5, eps=1e-5), 8, 1, workers=2, quality="reward of 100 steps"
     ),
+    "two losses": Course(Optimizer(1e-3, 0.9, "Adam 0.999"), 32, 1, workers=2),
 }
 
 
@@ -121,7 +122,8 @@ def run(
         f"Simulated workers, {WORKERS} by default, {steps:,} steps, only saving= or ratio= set; bf16-mixed on GPUs "
         "above two million parameters. GPT (0.12 million parameters, texts of 64 characters; tied: 0.35; large: 10.8, "
         "huge: 85, texts of 128): AdamW. Convnet (0.2 million) and ResNet-18 (11.0; narrow: 2.8): SGD, momentum 0.9. "
-        "Diffusion (0.2 million, images of 16 pixels) and PPO (0.02 million): Adam.",
+        "Diffusion (0.2 million, images of 16 pixels), PPO (0.02 million) and two losses, of weights 1 and 100, of "
+        "which the first counts (0.04 million): Adam.",
     )
     result.tables = {each.title: table(found, each) for each in setups}
     result.panels = panels(found, setups)
