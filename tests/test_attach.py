@@ -426,6 +426,40 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
     assert "join(divide_by_initial_world_size=False) is not supported" in message
 
 
+class TwoLosses(nn.Module):
+    """The loss of two layers, of which the first counts little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(30, 30) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = (layer(x).square().sum() for layer in self.layers)
+        return first / 1000 + second
+
+
+@on_ranks(2)
+def test_a_loss_of_small_weight_is_lifted_and_nothing_is_lost(rank, world):
+    """A checkpoint has residuals in their own units."""
+    torch.manual_seed(0)
+    net = TwoLosses()
+    model, parameters = ddp(net), [*net.parameters()]
+    state, left, few = attach(model, saving=20), torch.zeros(()), []
+    for step in range(30):
+        x = torch.randn(8, 30, generator=torch.Generator().manual_seed(2 * step + rank))
+        own = torch.cat([g.flatten() for g in torch.autograd.grad(net(x), parameters)])
+        model.zero_grad()
+        model(x).backward()
+        delivered = torch.cat([p.grad.flatten() for p in parameters])
+        left = left + mean_over_ranks(own) - delivered
+        few.append(int(delivered[:900].count_nonzero()))
+        if step % 10 == 9:
+            torch.testing.assert_close(ranks.undelivered(state, net), left.double(), atol=1e-4, rtol=1e-4)
+    (bucket,) = state.last_buckets
+    assert dict(zip(map(state.names.get, bucket), bucket.lifts, strict=True))["layers.0.weight"] >= 128
+    assert sum(few[:8]) < 10 < sum(few[20:])
+
+
 @on_ranks(2)
 def test_a_rank_without_data_shares_bytes_out_as_the_others_do(rank, world):
     """Its learning rate stays behind."""
