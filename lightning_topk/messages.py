@@ -22,13 +22,13 @@ class WarnOnce:
     def __init__(
         self, tell: Callable[[str], None] | None, rank: int, note: Callable[[str], None] | None = None
     ) -> None:
-        self._tell, self._note, self._rank = tell or LOGGER.warning, note or tell or LOGGER.info, rank
+        self._tell, self._note, self.rank = tell or LOGGER.warning, note or tell or LOGGER.info, rank
         self.said: set[str] = set()  # on every rank
 
     def __call__(self, *messages: str, show: Callable[[str], None] | None = None) -> None:
         """Shows warnings, unless they were shown before."""
         for message in messages:
-            if self._rank == 0 and message and message not in self.said:
+            if self.rank == 0 and message and message not in self.said:
                 (show or self._tell)(message)
             self.said.add(message)
 

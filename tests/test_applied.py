@@ -479,7 +479,7 @@ def fitted(rank: int, world: int, module: Module, **options) -> tuple[list[float
         state = trainer.strategy.topk_state
         left, delivered = undelivered(state, trainer.lightning_module), gradient(trainer.lightning_module)
         entered.append(float((left - before[0] + delivered.double()).norm()))
-        limits.append(tuple(state.optimizers.clipping.limits))
+        limits.append(tuple(state.optimizers.clipping.estimate.limits))
 
     callback = LambdaCallback(on_train_batch_start=begin, on_train_batch_end=end)
     fit(rank, world, module, TopKStrategy(ratio=0.05), [callback], monitor=False, max_steps=8, **options)
@@ -553,7 +553,7 @@ def test_fabric_tells_of_its_clipping_and_returns_the_norm_until_it_is_given_up(
         entering = Entering(state, net)
         lite.backward(loss_of(model, rank, step))
         entered.append(float(entering.take().norm()))
-        limits.append(tuple(state.optimizers.clipping.limits))
+        limits.append(tuple(state.optimizers.clipping.estimate.limits))
         if step < 5:
             before = gradient(net).norm()
             norms.append((lite.clip_gradients(model, optimizer, max_norm=0.02), before, gradient(net).norm()))

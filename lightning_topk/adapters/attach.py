@@ -17,7 +17,8 @@ from lightning_topk.adapters import ddp
 from lightning_topk.adapters.ddp import TopKState
 from lightning_topk.config import Settings, TopKConfig, check_bool, check_count, check_function, one_config
 from lightning_topk.messages import WarnOnce, startup_warnings
-from lightning_topk.optim.optimizers import GetOptimizers, MaxNorm, check_max_norm, getter
+from lightning_topk.optim.clips import MaxNorm, check_max_norm
+from lightning_topk.optim.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.checkpoint import EMPTY
 from lightning_topk.runtime.residuals import Residuals
 from lightning_topk.runtime.telemetry import Report

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -19,18 +16,13 @@ from lightning_topk.bucket import Bucket, Buckets
 from lightning_topk.config import TopKConfig, check_function
 from lightning_topk.consensus import check_agreement, gathered
 from lightning_topk.messages import WarnOnce
-from lightning_topk.optim.applied import Clipping, Rates, rate_of
-from lightning_topk.optim.momentum import AdaptedMomentum, adapt_momentum, all_parameters, local_part
+from lightning_topk.optim.applied import Rates, rate_of
+from lightning_topk.optim.clips import UserClipping
+from lightning_topk.optim.momentum import AdaptedMomentum, adapt_momentum, all_parameters
 from lightning_topk.optim.watch import Passes, Watch
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
 """Returns the optimizers, which may be created later or replaced."""
-MaxNorm = float | Sequence[float | None] | None
-"""The norm to which the user clips the gradients of all parameters together, or one for each optimizer's."""
-READ = (20, 100)
-"""Steps of an optimizer after which their gradients' norms are read, to see whether they are clipped."""
-ENDED = [torch.zeros(2)] * READ[-1]
-"""In place of norms, if no more are measured."""
 
 
 def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) -> GetOptimizers | None:
@@ -77,16 +69,6 @@ def unwrapped(optimizer: Any) -> Any:
         optimizer = inner
 
 
-def check_max_norm(max_norm: Any) -> MaxNorm:
-    """Refuses what is no norm and no list of norms."""
-    several = max_norm if isinstance(max_norm, list | tuple) else [max_norm]
-    if not all(each is None or (isinstance(each, Real) and not isinstance(each, bool)) for each in several):
-        raise TypeError(f"max_norm={max_norm!r} must be a number, a list with one for each optimizer, or None.")
-    if not all(each is None or each > 0 for each in several):
-        raise ValueError(f"max_norm={max_norm!r} must be above 0. Leave it out if you do not clip gradients.")
-    return max_norm
-
-
 class Optimizers(Watch):
     """The user's optimizers, which may be created later or replaced: their momentum, rates, clipping and loss scale.
 
@@ -103,25 +85,12 @@ class Optimizers(Watch):
         held_by_optimizers: Callable[[Collection[Tensor]], Collection[Tensor]],
         passes: Passes,
         say: WarnOnce,
-        clipping: Clipping,
-        max_norm: MaxNorm = None,
+        clipping: UserClipping,
     ) -> None:
         self._getter, self._buckets, self._held_by_optimizers = now, buckets, held_by_optimizers
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         super().__init__(config, say, passes, now is not None, self._scaler is not None)
         self.clipping = clipping
-        self._max_norm = max_norm
-        self.first_limit = math.inf
-        """The norm to which optimizers will be clipped in their first step, if that is known."""
-        self._limits: dict[int, float] = {}  # by id of an optimizer, the norm to which it was clipped last
-        self._clipped: set[int] = set()  # those that were clipped since their last step
-        self._numbers: dict[Tensor, int] = {}  # of the optimizer of each member of a bucket, or 0 if one norm is of all
-        self._covered: set[int] = set()  # those whose parameters are all exchanged here
-        self._hints = config.compresses and config.error_feedback and max_norm is None and not say._rank
-        self._norms: dict[int, list[Tensor]] = {}  # by id of an optimizer: in each step as stepped, and as delivered
-        self._delivered: dict[int, Tensor] = {}  # by id of an optimizer, the norm when backward had ended
-        self.clips = False
-        """Whether the last pass clipped gradients in the exchange."""
         self.rates: Rates | None = None
         """The learning rates of this pass; None if no optimizer is known."""
         self._first_group: dict[int, int] = {}  # by id of an optimizer, the number of its first group in `rates`
@@ -160,7 +129,7 @@ class Optimizers(Watch):
         if self._config.compresses:
             now, names, where = self._now() if exist else [], self._names(), (device, group)
             kinds = [type(each).__name__ for each in now] or ("missing" if exist else "a function")
-            same = {"optimizer=": kinds, "max_norm=": self._max_norm}
+            same = {"optimizer=": kinds, "max_norm=": self.clipping.max_norm}
             check_agreement(same, "Pass the same optimizer= and max_norm= on every rank.", *where)
             mine = {names[p]: type(each).__name__ for each in now for p in all_parameters(each) if p in names}
             rows = gathered([*mine], *where)
@@ -189,36 +158,11 @@ class Optimizers(Watch):
                 self._find_groups(optimizers)
             elif now != self.rates.now:
                 self.rates = self.rates._replace(now=now)
-        self._tell_clipping(optimizers)
+        self.clipping.begin_pass(optimizers)
 
-    def _tell_clipping(self, optimizers: Sequence[Optimizer]) -> None:
-        """Tells the exchange to what norms the gradients of this pass will be clipped."""
-        several: Any = self._max_norm
-        if isinstance(several, Real):
-            self._numbers = self._numbers or dict.fromkeys(self._buckets.names, 0)
-            limits = [float(several)]
-        else:
-            known = several or [self._limits.get(id(each), self.first_limit) for each in optimizers]
-            limits = [*(limit or math.inf for limit in known), math.inf]  # the last is that of other parameters
-        self.clipping.tell(limits if min(limits) < math.inf else (), self._numbers)
-        self.clipping.begin_pass()
-
-    def clip(self, optimizer: Optimizer, max_norm: float, clip: Callable[[float], Tensor]) -> Tensor:
-        """The user's clipping of an optimizer's gradients to a norm, by a function that returns the norm before.
-
-        If the exchange has clipped them, they are not clipped again: what it delivers is a sum of clipped gradients.
-        """
-        each, ids = unwrapped(optimizer), [id(known.optimizer()) for known in self.watched]
-        if id(each) not in ids:
-            return clip(max_norm)
-        number, limits = ids.index(id(each)), self.clipping.limits if self.clips else ()
-        self._limits[id(each)] = max_norm
-        self._clipped.add(id(each))
-        done = bool(limits) and limits[number] == max_norm and id(each) in self._covered
-        norm = clip(math.inf if done else max_norm)
-        if limits:
-            self.clipping.note(number, getattr(norm, "full_tensor", lambda: norm)())
-        return norm
+    def clip(self, optimizer: Any, max_norm: float, clip: Callable[[float], Tensor]) -> Tensor:
+        """See :meth:`.UserClipping.clip`."""
+        return self.clipping.clip(unwrapped(optimizer), max_norm, clip)
 
     def expect_all_of(self, bucket: Bucket) -> None:
         """Expects all of a bucket: with FSDP2, an optimizer may step its parameters before the pass ends."""
@@ -234,57 +178,13 @@ class Optimizers(Watch):
             for number, group in enumerate(optimizer.param_groups[: len(last) - first], first):
                 last[number] = rate_of(group)
             self.rates = self.rates._replace(last=tuple(last))
-        if id(optimizer) not in self._clipped:
-            self._limits[id(optimizer)] = math.inf
-            if (delivered := self._delivered.pop(id(optimizer), None)) is not None:
-                self._look_for_clipping(optimizer, delivered)
-        self._clipped.discard(id(optimizer))
+        self.clipping.stepped(optimizer)
 
     @override
     def end_pass(self) -> None:
         super().end_pass()
         several = [each for known in self.watched if (each := known.optimizer()) is not None]
-        looking = [each for each in several if len(self._norms.setdefault(id(each), [])) < READ[-1]]
-        if self._hints and looking and torch._C._current_graph_task_id() != -1:
-            engine: Any = torch.autograd.Variable._execution_engine
-            # At the end of backward, after the callback in which DDP copies to the gradients; it queues that one later.
-            engine.queue_callback(lambda: engine.queue_callback(partial(self._note_delivered, looking)))
-
-    @torch.no_grad()
-    def _note_delivered(self, optimizers: Sequence[Optimizer]) -> None:
-        """Notes the norms of optimizers' gradients before the user changes them."""
-        for each in optimizers:
-            gradients = _gradients(each)
-            if any(g.is_sparse or local_part(g) is not g for g in gradients):
-                self._norms[id(each)] = ENDED  # a rank does not know the norm of all shards
-                self._delivered.pop(id(each), None)
-            elif gradients:
-                norm = torch.nn.utils.get_total_norm(gradients).float()
-                self._delivered[id(each)] = norm if self.scale is None else norm / self.scale
-
-    @torch.no_grad()
-    def _look_for_clipping(self, optimizer: Optimizer, delivered: Tensor) -> None:
-        """Says so if the user makes the gradients of the first steps smaller, to one norm again and again.
-
-        ``delivered`` is the norm of this step's gradients when backward had ended: they may all have one by themselves.
-        """
-        gradients, norms = _gradients(optimizer), self._norms[id(optimizer)]
-        if not gradients or getattr(optimizer, "grad_scale", None) is not None:
-            return
-        norms.append(torch.stack([torch.nn.utils.get_total_norm(gradients).float(), delivered]))
-        if len(norms) not in READ:
-            return
-        found, near = torch.stack(norms).tolist(), max(1e-3, torch.finfo(gradients[0].dtype).eps)
-        most = max(norm for norm, _ in found)
-        alike = [before > norm * (1 + near) for norm, before in found if norm > most * (1 - near)]
-        if len(alike) >= READ[0] // 2:
-            self._norms[id(optimizer)] = ENDED
-            if sum(alike) >= READ[0] // 2:
-                self._say(
-                    f"lightning_topk: your gradients are clipped to norm {most:.3g}: pass max_norm={most:.3g} to "
-                    "attach, or what waits counts unclipped. With a strategy, clip by gradient_clip_val=, by "
-                    "self.clip_gradients or by fabric.clip_gradients."
-                )
+        self.clipping.end_pass(several, self.scale)
 
     def _find_groups(self, optimizers: Sequence[Optimizer]) -> None:
         """Finds the parameter group of each member of the buckets."""
@@ -305,10 +205,7 @@ class Optimizers(Watch):
             )
         rates = tuple(rate_of(group) for each in optimizers for group in each.param_groups)
         self.rates = Rates(known, rates, (None,) * len(rates)) if known and self._same else None
-        several = {p: number for number, each in enumerate(optimizers) for p in all_parameters(each)}
-        one = isinstance(self._max_norm, Real)
-        self._numbers = {member: 0 if one else several.get(p, len(optimizers)) for member, p in members}
-        self._covered = {id(each) for each in optimizers if {*held}.issuperset(all_parameters(each))}
+        self.clipping.find(optimizers, dict(members))
 
     def sync(self) -> list[Optimizer]:
         """Checks the optimizers; adapts momentum, and watches the steps, of new ones. Before every backward pass.
@@ -322,11 +219,6 @@ class Optimizers(Watch):
         same = [*map(id, now)] == [id(each.optimizer()) for each in self.watched] and groups == self._groups
         if self._config.momentum or not same:
             check_optimizers(self._config, now)  # also known ones: checkpoints and schedulers set momentum
-        if isinstance(self._max_norm, Sequence) and now and len(now) != len(self._max_norm):
-            raise ValueError(
-                f"max_norm={self._max_norm!r} must have one norm for each of {len(now)} optimizers, or be one number, "
-                "the norm to which the gradients of all are clipped together."
-            )
         if same:
             return now
         AdaptedMomentum.release(self)
@@ -369,11 +261,6 @@ class Optimizers(Watch):
                 f"in every step and take the place of others in the payloads: {remedy}. If fine-tuning has unfrozen "
                 "them with train_bn=False, pass train_bn=True."
             )
-
-
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients of an optimizer's step."""
-    return [p.grad for p in all_parameters(optimizer) if p.grad is not None]
 
 
 def check_optimizers(config: TopKConfig, optimizers: Iterable[Optimizer]) -> None:

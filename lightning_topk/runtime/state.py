@@ -23,7 +23,8 @@ from lightning_topk.config import TopKConfig, check_function
 from lightning_topk.consensus import check_agreement, every_rank, gathered
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.optim.applied import Clipping
-from lightning_topk.optim.optimizers import MaxNorm, Optimizers, check_max_norm
+from lightning_topk.optim.clips import MaxNorm, UserClipping
+from lightning_topk.optim.optimizers import Optimizers
 from lightning_topk.runtime import checkpoint
 from lightning_topk.runtime.groups import Groups, connect, on_failure
 from lightning_topk.runtime.jobs import Job, Pass, mark
@@ -80,14 +81,13 @@ class HookState:
         """Whether the ranks exchange in every step which parameters they used."""
         self.told = False
         """Whether the user was told what was sent, or another state will tell."""
-        clipping, self.shares = (
-            Clipping(self.world // (self.local if self.config.by_node else 1), self.shards),
-            Shares(device, self.shards),
-        )
+        clipping = Clipping(self.world // (self.local if self.config.by_node else 1), self.shards)
+        self.shares = Shares(device, self.shards)
         self.telemetry = telemetry = Telemetry(self.rank, self.shards_per_node, clipping, self.shares)
+        hints = self.config.compresses and bool(self.config.error_feedback)
         self.optimizers = Optimizers(
-            optimizers, scaler, self.config, self.buckets, self.held_by_optimizers, telemetry, self._say, clipping,
-            check_max_norm(max_norm),
+            optimizers, scaler, self.config, self.buckets, self.held_by_optimizers, telemetry, self._say,
+            UserClipping(max_norm, clipping, hints, self._say),
         )  # fmt: skip
         self._lane: StreamLane | ThreadLane | None = None
         self.current: Pass | None = None
@@ -173,7 +173,7 @@ class HookState:
         says of each parameter whether this rank used it; None if it used all. Errors have the ``name``.
         """
         lane, now = self._lane or self.lane(gradient.device), self.current or self._outside_pass("exchange")
-        bucket, clipping, clip = self.buckets.find(parameters), self.optimizers.clipping, None
+        bucket, clipping, clip = self.buckets.find(parameters), self.optimizers.clipping.estimate, None
         plan = self.buckets.plan_of(bucket)
         now.buckets.append(bucket)
         if plan.topology.compresses and plan.lossless:
@@ -206,7 +206,7 @@ class HookState:
             self.buckets.share({})
         self.telemetry.end_pass(now)  # from now on, any thread may fold it
         self.optimizers.end_pass()
-        self.optimizers.clips = now.clips
+        self.optimizers.clipping.exchanged = now.clips
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if changed := self.buckets.plan_together(buckets):
             messages.LOGGER.debug("the density of %d of %d buckets has changed", changed, len(buckets))

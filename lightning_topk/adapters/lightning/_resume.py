@@ -63,7 +63,7 @@ class Resumes(Strategy):
         rule = type(module).configure_gradient_clipping.__module__
         usual = trainer is not None and module.automatic_optimization and rule.endswith(".core.module")
         if usual and trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm"):
-            optimizers.first_limit = float(trainer.gradient_clip_val)
+            optimizers.clipping.first = float(trainer.gradient_clip_val)
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:

@@ -1,0 +1,155 @@
+"""The user's clipping: what ``attach`` was told, or a strategy sees; and a hint if gradients are clipped elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_topk.messages import WarnOnce
+from lightning_topk.optim.applied import Clipping
+from lightning_topk.optim.momentum import all_parameters, local_part
+
+MaxNorm = float | Sequence[float | None] | None
+"""The norm to which the user clips the gradients of all parameters together, or one for each optimizer's."""
+READ = (20, 100)
+"""Steps of an optimizer after which their gradients' norms are read, to see whether they are clipped."""
+ENDED = [torch.zeros(2)] * READ[-1]
+"""In place of norms, if no more are measured."""
+
+
+def check_max_norm(max_norm: Any) -> MaxNorm:
+    """Refuses what is no norm and no list of norms."""
+    several = max_norm if isinstance(max_norm, list | tuple) else [max_norm]
+    if not all(each is None or (isinstance(each, Real) and not isinstance(each, bool)) for each in several):
+        raise TypeError(f"max_norm={max_norm!r} must be a number, a list with one for each optimizer, or None.")
+    if not all(each is None or each > 0 for each in several):
+        raise ValueError(f"max_norm={max_norm!r} must be above 0. Leave it out if you do not clip gradients.")
+    return max_norm
+
+
+class UserClipping:
+    """To what norm the user clips the gradients of each optimizer; it tells the exchange, by ``estimate``.
+
+    With ``hints`` it says so if the first gradients are clipped and nothing was told.
+    """
+
+    def __init__(self, max_norm: MaxNorm, estimate: Clipping, hints: bool, say: WarnOnce) -> None:
+        self.max_norm, self.estimate, self._say = check_max_norm(max_norm), estimate, say
+        self._hints = hints and max_norm is None and say.rank == 0
+        self.first = math.inf
+        """The norm to which optimizers will be clipped in their first step, if that is known."""
+        self.exchanged = False
+        """Whether the last pass clipped gradients in the exchange."""
+        self._ids: list[int] = []  # of the optimizers, in order
+        self._limits: dict[int, float] = {}  # by id of an optimizer, the norm to which it was clipped last
+        self._clipped: set[int] = set()  # those that were clipped since their last step
+        self._number_of: Mapping[Tensor, int] = {}  # of the norm of each member of a bucket
+        self._covered: Collection[int] = ()  # optimizers whose parameters are all exchanged here
+        self._norms: dict[int, list[Tensor]] = {}  # by id of an optimizer: in each step as stepped, and as delivered
+        self._delivered: dict[int, Tensor] = {}  # by id of an optimizer, the norm when backward had ended
+
+    def find(self, optimizers: Sequence[Optimizer], held: Mapping[Tensor, Tensor]) -> None:
+        """Finds the norms that are those of members of buckets, which optimizers have as the parameters ``held``."""
+        if isinstance(self.max_norm, Sequence) and optimizers and len(optimizers) != len(self.max_norm):
+            raise ValueError(
+                f"max_norm={self.max_norm!r} must have one norm for each of {len(optimizers)} optimizers, or be one "
+                "number, the norm to which the gradients of all are clipped together."
+            )
+        several = {p: number for number, each in enumerate(optimizers) for p in all_parameters(each)}
+        one = isinstance(self.max_norm, Real)
+        self._number_of = {p: 0 if one else several.get(its, len(optimizers)) for p, its in held.items()}
+        every = {*held.values()}
+        self._covered = {id(each) for each in optimizers if every.issuperset(all_parameters(each))}
+
+    def begin_pass(self, optimizers: Sequence[Optimizer]) -> None:
+        """Tells the exchange to what norms the gradients of this pass will be clipped."""
+        told: Any = self.max_norm
+        self._ids = [*map(id, optimizers)]
+        if isinstance(told, Real):
+            limits = [float(told)]
+        else:
+            known = told or [self._limits.get(each, self.first) for each in self._ids]
+            limits = [*(limit or math.inf for limit in known), math.inf]  # the last is that of other parameters
+        self.estimate.tell(limits if min(limits) < math.inf else (), self._number_of)
+        self.estimate.begin_pass()
+
+    def clip(self, optimizer: Optimizer, max_norm: float, clip: Callable[[float], Tensor]) -> Tensor:
+        """The user's clipping of an optimizer's gradients to a norm, by a function that returns the norm before.
+
+        If the exchange has clipped them, they are not clipped again: what it delivers is a sum of clipped gradients.
+        """
+        its = id(optimizer)
+        if its not in self._ids:
+            return clip(max_norm)
+        number, limits = self._ids.index(its), self.estimate.limits if self.exchanged else ()
+        self._limits[its] = max_norm
+        self._clipped.add(its)
+        done = bool(limits) and limits[number] == max_norm and its in self._covered
+        norm = clip(math.inf if done else max_norm)
+        if limits:
+            self.estimate.note(number, getattr(norm, "full_tensor", lambda: norm)())
+        return norm
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Notes whether the gradients of a step were clipped."""
+        its = id(optimizer)
+        if its not in self._clipped:
+            self._limits[its] = math.inf
+            if (delivered := self._delivered.pop(its, None)) is not None:
+                self._look(optimizer, delivered)
+        self._clipped.discard(its)
+
+    def end_pass(self, optimizers: Sequence[Optimizer], scale: Tensor | None) -> None:
+        """Notes the norms of gradients at the end of backward, before the user changes them, in the first steps."""
+        looking = [each for each in optimizers if len(self._norms.setdefault(id(each), [])) < READ[-1]]
+        if self._hints and looking and torch._C._current_graph_task_id() != -1:
+            engine: Any = torch.autograd.Variable._execution_engine
+            # After the callback in which DDP copies to the gradients; it queues that one later.
+            engine.queue_callback(lambda: engine.queue_callback(partial(self._note_delivered, looking, scale)))
+
+    @torch.no_grad()
+    def _note_delivered(self, optimizers: Sequence[Optimizer], scale: Tensor | None) -> None:
+        for each in optimizers:
+            gradients = _gradients(each)
+            if any(g.is_sparse or local_part(g) is not g for g in gradients):
+                self._norms[id(each)] = ENDED  # a rank does not know the norm of all shards
+                self._delivered.pop(id(each), None)
+            elif gradients:
+                norm = torch.nn.utils.get_total_norm(gradients).float()
+                self._delivered[id(each)] = norm if scale is None else norm / scale
+
+    @torch.no_grad()
+    def _look(self, optimizer: Optimizer, delivered: Tensor) -> None:
+        """Says so if the user makes the gradients of the first steps smaller, to one norm again and again.
+
+        ``delivered`` is the norm of this step's gradients when backward had ended: they may all have one by themselves.
+        """
+        gradients, norms = _gradients(optimizer), self._norms[id(optimizer)]
+        if not gradients or getattr(optimizer, "grad_scale", None) is not None:
+            return
+        norms.append(torch.stack([torch.nn.utils.get_total_norm(gradients).float(), delivered]))
+        if len(norms) not in READ:
+            return
+        found, near = torch.stack(norms).tolist(), max(1e-3, torch.finfo(gradients[0].dtype).eps)
+        most = max(norm for norm, _ in found)
+        alike = [before > norm * (1 + near) for norm, before in found if norm > most * (1 - near)]
+        if len(alike) >= READ[0] // 2:
+            self._norms[id(optimizer)] = ENDED
+            if sum(alike) >= READ[0] // 2:
+                self._say(
+                    f"lightning_topk: your gradients are clipped to norm {most:.3g}: pass max_norm={most:.3g} to "
+                    "attach, or what waits counts unclipped. With a strategy, clip by gradient_clip_val=, by "
+                    "self.clip_gradients or by fabric.clip_gradients."
+                )
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients of an optimizer's step."""
+    return [p.grad for p in all_parameters(optimizer) if p.grad is not None]
