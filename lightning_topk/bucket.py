@@ -49,7 +49,7 @@ class Bucket(tuple[Tensor, ...]):
 
     dtype: torch.dtype | None = None  # for which it is planned; a wrapper may change that of the parameters
     plan: BucketPlan | None = None
-    weight: float = 0.0  # of its bytes, see `Buckets.share`; 0 if they were not shared out
+    weight: float = 0.0  # of its bytes, see `Buckets.share`; 0 if they are not shared out
     lifts: Sequence[float] = ()  # of its parameters, see :class:`.Link`
     endpoint: Endpoint | None = None  # of `runtime.residuals`, which alone sets it
     alike: Any = None  # see `Residuals.fade`; as long as the endpoint
@@ -336,20 +336,18 @@ class Buckets:
         return changed
 
     def share(self, weights: Mapping[Bucket, float]) -> None:
-        """Plans all buckets of a step with bytes in proportion to their weights, see :func:`share_out`.
-
-        Without any, those that had weights are planned without them when they are next exchanged.
-        """
-        shared = [bucket for bucket in self._known.values() if bucket.weight]
-        if not weights:
-            self._forget_plans(shared)
-        for bucket in shared:
-            bucket.weight = 0.0
+        """Plans all buckets of a step with bytes in proportion to their weights, see :func:`share_out`."""
         for bucket, weight in weights.items():
             bucket.weight = weight
-        if weights:
-            self._together.clear()
-            self.plan_together([*weights])
+        self._together.clear()
+        self.plan_together([*weights])
+
+    def forget_shares(self, buckets: Iterable[Bucket]) -> None:
+        """Plans those that have weights without them when they are next exchanged."""
+        shared = [bucket for bucket in buckets if bucket.weight]
+        self._forget_plans(shared)
+        for bucket in shared:
+            bucket.weight = 0.0
 
     def _forget_plans(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:

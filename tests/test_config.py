@@ -264,25 +264,30 @@ def test_shares_move_the_bytes_of_a_step_between_its_buckets(topology, settings,
 
 def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets():
     """The energy of an entry counts, to the power 5/8, in finite passes that used its bucket."""
-    shares, buckets = Shares(), [Bucket((torch.ones(1),)) for _ in range(3)]
+    shares, buckets = Shares(), tuple(Bucket((torch.ones(1),)) for _ in range(3))
+    regrouped = (Bucket(p for bucket in buckets for p in bucket),)
     sizes = dict(zip(buckets, ([100], [100], [50]), strict=True))
 
     def decided(energies: list[float], used: int = 1) -> list[float]:
-        """With energies of which the first is 0 but in every ``used``-th pass."""
+        """With energies of which the first is 0 but in every ``used``-th pass; another network trains in turn."""
+        ended = shares.end_pass(regrouped)
+        assert ended in ([], [*buckets])
         for number in range(FIRST):
-            assert not shares.due
-            shares.end_pass(same=number > 0)
+            assert buckets not in shares.due
+            assert shares.end_pass(buckets) == [*regrouped] * (number == 0)
+            assert shares.end_pass(other) == []
             if shares.measures:
                 values = [torch.inf] * 3 if number == 3 else [energies[0] * (number % used == 0), *energies[1:]]
                 shares.fold(buckets, [(torch.tensor(value), torch.ones(1)) for value in values])
-        assert shares.due
+        assert buckets in shares.due
         weights, lifts = shares.decide(sizes)
         assert lifts == [(), (), ()]
         return weights
 
-    large, small, other = decided([1600.0, 100.0, 50.0])
-    assert (large / small, small / other) == pytest.approx((16**0.625, 1.0))
-    assert decided([1600.0, 100.0, 50.0], used=4) == pytest.approx([large, small, other])
+    other = (Bucket((torch.ones(1),)),)
+    large, small, last = decided([1600.0, 100.0, 50.0])
+    assert (large / small, small / last) == pytest.approx((16**0.625, 1.0))
+    assert decided([1600.0, 100.0, 50.0], used=4) == pytest.approx([large, small, last])
     large, small, _ = decided([1e9, 1.0, 1.0])
     assert (large, small) == (pytest.approx(2.5**0.625), LEAST)
     unused, large, small = decided([0.0, 1600.0, 50.0])
@@ -299,10 +304,10 @@ def test_gradients_far_below_the_root_mean_square_of_their_bucket_are_lifted_to_
     energies = energies_of(torch.cat([torch.full((n,), x) for n, x in zip(sizes, rms, strict=True)]), sizes)
     assert lifts_of(energies.tolist(), sizes) == [1.0, 2.0, 1.0, 32.0, 1024.0, 1.0]
     assert lifts_of([4.0, 0.0], [4, 10]) == ()
-    bucket = Bucket((torch.ones(4), torch.ones(10)))
-    shares = Shares()
+    bucket, shares = Bucket((torch.ones(4), torch.ones(10))), Shares()
     for used in (True, False, True):
-        shares.fold([bucket], [(torch.ones(()), torch.tensor([4.0, used * 0.1]))])
+        shares.end_pass((bucket,))
+        shares.fold((bucket,), [(torch.ones(()), torch.tensor([4.0, used * 0.1]))])
     assert shares.decide({bucket: [4, 10]}) == ([1.0], [[1.0, 2.0]]), "the passes that used it count"
 
 

@@ -358,6 +358,27 @@ def test_a_pass_ends_with_fsdps_root_outside_the_model(rank, world):
 
 
 @on_ranks(4)
+def test_networks_that_train_in_turn_share_bytes_out_among_their_own_buckets(rank, world):
+    """Each pass sends as many bytes as before, and plans nothing anew."""
+    mesh = mesh_of(2, 2)
+    nets = nn.Sequential(*(nn.Sequential(nn.Linear(20, 80), nn.Linear(80, 90)) for _ in range(2)))
+    for net in nets:
+        sharded(net, mesh["shard"], ("0", "1"))
+    state = attach(nets, process_group=mesh["replicate"], saving=20, optimizer=list)
+    watched, plans, sent = Watched(state), [], []
+    for step in range(22):
+        loss_of(nets[step % 2], rank, step).backward()
+        plans.append([state.buckets.plan_of(bucket) for bucket in state.last_buckets])
+        sent.append(state.report().bytes.sent)
+    watched.check()
+    weights = [[bucket.weight for bucket in buckets] for buckets in state.shares._passes]
+    assert len(weights) == 2
+    assert all(0 < each != 1 for several in weights for each in several if len(several) > 1), weights
+    assert plans[-1] == plans[-3] != plans[5]
+    assert len({*sent[2:]}) == 1
+
+
+@on_ranks(4)
 def test_two_models_may_share_a_frozen_module_that_stays_frozen(rank, world):
     mesh, base = mesh_of(2, 2), nn.Linear(20, 20).requires_grad_(False)
     fully_shard(base, mesh=mesh["shard"])

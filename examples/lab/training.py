@@ -255,8 +255,8 @@ class Workers:
                 end.lift(lifts)
         if shares.measures:
             entered = energies_of(gradient, self.cluster.plan.parts.sizes)
-            shares.fold([bucket], [(entered.sum(), entered)])
-        shares.end_pass(True)
+            shares.fold((bucket,), [(entered.sum(), entered)])
+        shares.end_pass((bucket,))
 
 
 @contextmanager

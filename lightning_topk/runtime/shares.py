@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -46,8 +47,23 @@ HIGHEST = 10
 """Exponent of the largest lift."""
 
 
+Buckets = tuple[Bucket, ...]
+"""All buckets of a pass."""
+
+
+@dataclass
+class _Passes:
+    """The passes of the same buckets."""
+
+    count: int = 0
+    due: int = FIRST  # at which count it is time to decide
+    measured: list[tuple[Sequence[Any], Tensor]] = field(
+        default_factory=list
+    )  # of a pass, what has energies, and these
+
+
 class Shares:
-    """Measures the energies of buckets, and decides about their shares.
+    """Measures the energies of buckets, and decides about their shares. Networks may be trained in turn.
 
     ``shards`` is the group of all ranks that exchange a shard of the same gradients on this ``device``, if there are
     several.
@@ -55,33 +71,38 @@ class Shares:
 
     def __init__(self, device: torch.device = CPU, shards: dist.ProcessGroup | None = None) -> None:
         self._device, self._shards = device, shards
-        self._reset()
-
-    def _reset(self) -> None:
-        self._passes, self._next = 0, FIRST
-        self._measured: list[tuple[Sequence[Any], Tensor]] = []  # of a pass, what has energies, and these
+        self._passes: dict[Buckets, _Passes] = {}
 
     @property
     def measures(self) -> bool:
         """Whether the next pass should be measured."""
-        return self._next - self._passes <= WINDOW
+        return any(each.due - each.count <= WINDOW for each in self._passes.values())
 
-    def end_pass(self, same: bool) -> None:
-        """Counts a pass, and begins again if its buckets are not the ``same`` as those of the pass before."""
-        if not same:
-            self._reset()
-        self._passes += 1
+    def end_pass(self, buckets: Buckets) -> list[Bucket]:
+        """Counts a pass. It ends what was decided about other buckets of the same parameters, which it returns."""
+        ended: list[Buckets] = []
+        if buckets and buckets not in self._passes:
+            members = {p for bucket in buckets for p in bucket}
+            ended = [each for each in self._passes if any(not members.isdisjoint(bucket) for bucket in each)]
+            for each in ended:
+                del self._passes[each]
+            self._passes[buckets] = _Passes()
+        if buckets:
+            self._passes[buckets].count += 1
+        return [bucket for each in ended for bucket in each]
 
-    def fold(self, buckets: Sequence[Bucket], energies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def fold(self, buckets: Buckets, energies: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Takes the energies of the buckets of a pass: as delivered, a scalar, and by parameter as they entered."""
+        if (passes := self._passes.get(buckets)) is None:
+            return
         delivered, entered = zip(*energies, strict=True)
         members = [(bucket, number) for bucket, its in zip(buckets, entered, strict=True) for number in range(len(its))]
-        self._measured.append(([*buckets, *members], torch.cat([torch.stack(delivered), *entered])))
+        passes.measured.append(([*buckets, *members], torch.cat([torch.stack(delivered), *entered])))
 
     @property
-    def due(self) -> bool:
-        """Whether it is time to decide."""
-        return self._passes >= self._next
+    def due(self) -> list[Buckets]:
+        """The buckets about which it is time to decide."""
+        return [buckets for buckets, passes in self._passes.items() if passes.count >= passes.due]
 
     def decide(self, sizes: Mapping[Bucket, Sequence[int]]) -> tuple[list[float], list[Sequence[float]]]:
         """The weight of each bucket's bytes, none without any energy; and the lifts of its parameters.
@@ -90,9 +111,10 @@ class Shares:
         with the passes that used them; a bucket that none used has the weight 1. Waits for the device.
         """
         rows: list[dict[Any, float]] = []
-        for places, values in ((places, energies.tolist()) for places, energies in self._measured):
+        passes = self._passes[tuple(sizes)]
+        for places, values in ((places, energies.tolist()) for places, energies in passes.measured):
             rows += [dict(zip(places, values, strict=True))] if all(map(math.isfinite, values)) else []
-        self._next, self._measured = self._next + min(self._next, LAST), []
+        passes.due, passes.measured = passes.due + min(passes.due, LAST), []
 
         def usual(place: Any) -> float:
             used = [energy for row in rows if (energy := row.get(place, 0.0))]

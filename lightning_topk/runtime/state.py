@@ -132,9 +132,8 @@ class HookState:
         self._collect()
         self.optimizers.begin_pass()
         telemetry, optimizers = self.telemetry, self.optimizers
-        shares = self.config.saving is not None and self.world > 1 and len(self.last_buckets) > 0
-        if shares and self.shares.due:
-            self._share_out()
+        for due in self.shares.due:
+            self._share_out(due)
         epoch: Any = self._epoch()
         if not isinstance(epoch, Integral) or epoch < 0:
             raise TypeError(f"the function epoch= returned {epoch!r}; it must return the number of completed epochs.")
@@ -148,12 +147,11 @@ class HookState:
             telemetry.timing,
             waits,
             clips=any(self.buckets.plan_of(bucket).waits for bucket in self.last_buckets),
-            weighs=shares and self.shares.measures,
+            weighs=self.config.saving is not None and self.world > 1 and self.shares.measures,
         )
 
-    def _share_out(self) -> None:
+    def _share_out(self, buckets: tuple[Bucket, ...]) -> None:
         """Divides the bytes of a step anew among its buckets and their parameters, as rank 0 decides. A collective."""
-        buckets = self.last_buckets
         sizes = {bucket: self.buckets.plan_of(bucket).compressed_sizes for bucket in buckets}
         groups = self.open_groups()
         with every_rank("dividing a step's bytes among its buckets"):
@@ -201,9 +199,7 @@ class HookState:
         now.ready = ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
         same = tuple(buckets) == self.last_buckets
         self._unchanged = self._unchanged + 1 if same else 0
-        self.shares.end_pass(same)
-        if not same:
-            self.buckets.share({})
+        self.buckets.forget_shares(self.shares.end_pass(tuple(buckets)))
         self.telemetry.end_pass(now)  # from now on, any thread may fold it
         self.optimizers.end_pass()
         self.optimizers.clipping.exchanged = now.clips
