@@ -192,32 +192,22 @@ class _Part(NamedTuple):
 
 
 class InUse:
-    """What DDP's hook receives: the state in use. DDP never drops a hook, so a later attach replaces the state."""
+    """What DDP's hook receives: the state in use. DDP never drops a hook, so a later attach replaces the state.
 
-    def __init__(self, state: TopKState) -> None:
-        self.state = state
+    A copy of a DDP model has no hook; there it has no state either, and says so if the copy is trained.
+    """
 
-    def __deepcopy__(self, memo: Any) -> "Copied":
-        return Copied(self.state._say)
+    def __init__(self, state: Any = None, say: WarnOnce | None = None) -> None:
+        self.state, self._say = state, say
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Copied, ()  # DDP pickles it
-
-
-class Copied:
-    """Takes the state's place in a copy of a DDP model, which has no hook; says so if the copy is trained."""
-
-    def __init__(self, say: WarnOnce | None = None) -> None:
-        self._say = say
-
-    def __deepcopy__(self, memo: Any) -> "Copied":
-        return self
+    def __deepcopy__(self, memo: Any) -> "InUse":
+        return self if self.state is None else InUse(say=self.state._say)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Copied, ()
+        return InUse, ()  # DDP pickles it
 
-    def warn(self) -> None:
-        """Says once, on rank 0, that the copy exchanges whole gradients."""
+    def warn_of_copy(self) -> None:
+        """Says once, on rank 0, that a copy exchanges whole gradients."""
         self._say = self._say or WarnOnce(None, dist.get_rank())
         self._say(
             "lightning_topk: a copy of an attached DDP model is trained. It has no communication hook, and exchanges "
@@ -227,7 +217,8 @@ class Copied:
 
 def topk_hook(model: InUse, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: returns a future of the bucket's buffer, which will hold the mean of all ranks."""
-    return model.state.launch(bucket)
+    state: TopKState = model.state
+    return state.launch(bucket)
 
 
 def attach(
@@ -238,7 +229,8 @@ def attach(
 ) -> TopKState:
     """Makes a DDP model exchange its gradients with :func:`topk_hook`; see :func:`lightning_topk.attach`."""
     check_ddp_options({**vars(model), "delay_all_reduce_named_params": model._delay_all_reduce_params})
-    model._comm_hooks[:] = [each for each in model._comm_hooks if not isinstance(each[1], Copied)]
+    copied = [each for each in model._comm_hooks if isinstance(each[1], InUse) and each[1].state is None]
+    model._comm_hooks[:] = [each for each in model._comm_hooks if each not in copied]
     earlier = [each for _, each in model._comm_hooks if isinstance(each, InUse)]
     if len(model._comm_hooks) > len(earlier):
         raise RuntimeError(
@@ -294,22 +286,16 @@ def _exchanged(model: DistributedDataParallel) -> dict[Tensor, str]:
 
 def _check_use(model: DistributedDataParallel, args: Any) -> None:
     """Warns of a copy that is trained, and refuses a ``join`` whose mean is not over all ranks, and CUDA graphs."""
-    for _, state in model._comm_hooks if model.training and torch.is_grad_enabled() else ():
-        if isinstance(state, Copied):
-            state.warn()
+    for _, hook in model._comm_hooks if model.training and torch.is_grad_enabled() else ():
+        if isinstance(hook, InUse) and hook.state is None:
+            hook.warn_of_copy()
     if model._join_config.enable and not model._divide_by_initial_world_size:
         raise ValueError(
             "join(divide_by_initial_world_size=False) is not supported with top-k exchange, which takes the mean "
             "over all ranks. Leave the argument out."
         )
-    exchanges = model.require_backward_grad_sync and torch.is_grad_enabled()
-    if exchanges and model.device.type == "cuda" and not torch.compiler.is_compiling():
-        _refuse_capture()
-
-
-def _refuse_capture() -> None:
-    """Refuses a forward pass that a CUDA graph captures, with the backward pass and the exchange to follow."""
-    if torch.cuda.is_current_stream_capturing():
+    exchanges = model.require_backward_grad_sync and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if exchanges and model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph captures a step of an attached model. The exchange decides in each step what it sends, and a "
             "replay would repeat one step's decisions. Capture the module alone, before DDP wraps it "
