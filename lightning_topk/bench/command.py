@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.run as torchrun
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_leaves
 
 from lightning_topk._version import __version__
@@ -29,6 +27,7 @@ from lightning_topk.bench.loop import Contender, gather
 from lightning_topk.bench.processes import BACKENDS, TIMEOUT, ContenderError, Runners
 from lightning_topk.bench.verdict import SURE, Times, decide, ratio
 from lightning_topk.config import SAVING, TopKConfig, check_name
+from lightning_topk.consensus import check_agreement
 from lightning_topk.env import processor, versions
 from lightning_topk.models import CONTEXT, GPTS, VOCABULARY, make_module
 from lightning_topk.plan import Row, counted, ddp_buckets, markdown
@@ -125,7 +124,9 @@ def run(ranks: int = 2, json: Path | None = None, **work: Any) -> str | None:
             "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m lightning_topk bench ..., with the name of "
             "the first for HOST. To try it on this machine, leave torchrun out."
         )
-    device = _connect()
+    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local) if torch.cuda.device_count() >= here else torch.device("cpu")
+    dist.init_process_group("gloo", timeout=4 * TIMEOUT)
     try:
         return report(wanted, device, json)
     finally:
@@ -142,23 +143,6 @@ def _start(ranks: int) -> None:
         torchrun.run(torchrun.parse_args(launch))
     except ChildFailedError as error:
         raise RuntimeError("a rank failed; its message is above.") from error
-
-
-def _connect() -> torch.device:
-    """Connects the ranks; returns the device of the contenders: a GPU if this machine has one for each of its ranks."""
-    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local) if torch.cuda.device_count() >= here else torch.device("cpu")
-    store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
-    store.set(f"device of {rank}", device.type)
-    kinds = [store.get(f"device of {each}").decode() for each in range(world)]
-    if len({*kinds}) > 1:  # the two backends would wait for each other
-        raise ValueError(
-            f"ranks differ: rank {kinds.index('cuda')} has a GPU and needs {BACKENDS['cuda']}, rank "
-            f"{kinds.index('cpu')} has none and needs {BACKENDS['cpu']}. Every node needs a GPU for each of its ranks, "
-            "and a torch that finds it; or set CUDA_VISIBLE_DEVICES= on all nodes."
-        )
-    dist.init_process_group("gloo", None, 4 * TIMEOUT, world, rank, PrefixStore("ranks", store))
-    return device
 
 
 def report(work: Work, device: torch.device, json: Path | None = None) -> str | None:
@@ -201,15 +185,15 @@ def report(work: Work, device: torch.device, json: Path | None = None) -> str | 
 
 def _agreed(work: Work, device: torch.device) -> tuple[list[tuple[int, ...]], int]:
     """Shapes of the trained parameters; and ranks per node, one if nodes differ. Refuses ranks that differ."""
-    rank = dist.get_rank()
-    net, _ = work.training(rank, torch.device("cpu"))
+    net, _ = work.training(dist.get_rank(), torch.device("cpu"))
     shapes = [tuple(each.shape) for each in net.parameters() if each.requires_grad]
-    numel = f"{sum(map(math.prod, shapes)):,} parameters"
-    mine = f"{work!r}, {numel}, lightning_topk {__version__}, torch {torch.__version__}, {device.type}"
-    for number, other in enumerate(gather(mine)):
-        if other != mine:
-            raise ValueError(f"ranks differ. Rank {rank}: {mine}. Rank {number}: {other}.")
     here = gather(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    same = {"the work": repr(work), "the number of parameters": sum(map(math.prod, shapes)), "the device": device.type}
+    remedy = (
+        "Start the same command on every rank, with the same versions. Every node needs a GPU for each of its ranks, "
+        "and a torch that finds it; or set CUDA_VISIBLE_DEVICES= on all nodes."
+    )
+    check_agreement(same | {"lightning_topk": __version__, "torch": torch.__version__}, remedy, torch.device("cpu"))
     return shapes, here[0] if len({*here}) == 1 else 1
 
 

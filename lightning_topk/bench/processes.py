@@ -49,7 +49,7 @@ class Runners:
         context.set_forkserver_preload([__name__])
         self._pipe, theirs = context.Pipe()
         self._store, place = _store(number), (dist.get_rank(), dist.get_world_size())
-        given = theirs, make, device, number, place, TIMEOUT, dict(os.environ)
+        given = theirs, make, device, number, place, dict(os.environ)
         self._process = context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         theirs.close()
@@ -119,7 +119,6 @@ def _serve(
     device: torch.device,
     number: int,
     place: tuple[int, int],
-    timeout: timedelta,
     environment: dict[str, str],
 ) -> None:
     """Joins the other ranks' processes, and answers this rank's requests as long as it lives."""
@@ -131,7 +130,7 @@ def _serve(
         if device.type == "cuda":
             torch.cuda.set_device(device)
         rank, world = place
-        dist.init_process_group(BACKENDS[device.type], None, timeout, world, rank, _store(number))
+        dist.init_process_group(BACKENDS[device.type], None, TIMEOUT, world, rank, _store(number))
 
     def work(name: str, do: Callable[[Contender], Any]) -> Any:
         if name not in made:
