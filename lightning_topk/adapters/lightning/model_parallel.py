@@ -61,10 +61,6 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
         process_group_backend: As in ModelParallelStrategy.
         timeout: Timeout of collectives. Default: the backend's own.
         **settings: See :class:`lightning_topk.TopKStrategy`.
-
-    Raises:
-        TypeError: An argument has the wrong type or is unknown.
-        ValueError: An argument has a value that is not allowed or contradicts another argument.
     """
 
     topk_state: ShardState | None = None
