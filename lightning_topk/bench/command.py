@@ -57,8 +57,6 @@ class Work:
     only: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if sum(each is not None for each in (self.model, self.module, self.params)) != 1:
-            raise ValueError("give one of --model, --module and --params.")
         TopKConfig(saving=self.saving)
         for name in self.only:
             check_name("--only", name, (*THEIRS, *self.ours))
