@@ -47,16 +47,14 @@ class TopKState(HookState):
     model: "Callable[[], DistributedDataParallel | None]" = staticmethod(lambda: None)
     """Returns the model while it is in use."""
 
-    def exchange_together(self, model: DistributedDataParallel, trained: Iterable[Tensor]) -> None:
+    def exchange_together(self, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
         """Exchanges a model of up to 25 MiB as one bucket, unless the user has set the size of buckets.
 
-        DDP would make two, of 1 MiB and of the rest, which is ready at the end of backward. In one bucket all entries
-        compete for the payload; in two, each parameter keeps the density of its bucket, and a model whose embedding
-        needs five times as much ends training behind.
+        DDP would make two, of 1 MiB and of the rest. In one bucket all entries compete for the payload; in two, each
+        parameter keeps the density of its bucket, and a model whose embedding needs five times as much falls behind.
         """
-        several = [*trained]
-        small = sum(p.nbytes for p in several) <= model.bucket_bytes_cap
-        self._together = small and model.bucket_bytes_cap_default and len({p.dtype for p in several}) == 1
+        small = sum(p.nbytes for p in trained) <= model.bucket_bytes_cap
+        self._together = small and model.bucket_bytes_cap_default and len({p.dtype for p in trained}) == 1
 
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
         """Tracks which parameters get a gradient, for models with unused parameters."""
@@ -70,7 +68,7 @@ class TopKState(HookState):
         private: Any = dist
         with suppress(AttributeError, TypeError):  # torch's private function; without it, densities change a little
             first = private._DEFAULT_FIRST_BUCKET_BYTES if model.bucket_bytes_cap_default else model.bucket_bytes_cap
-            places, _ = private._compute_bucket_assignment_by_size([*trained], [first, model.bucket_bytes_cap])
+            places, _ = private._compute_bucket_assignment_by_size(trained, [first, model.bucket_bytes_cap])
             buckets = [[trained[place] for place in each] for each in reversed(places)]
             self.buckets.plan_together([*map(self.buckets.find, buckets)])
 
@@ -88,8 +86,7 @@ class TopKState(HookState):
             whose = "SyncBatchNorm's collectives" if sync else f"collectives of {others[0]!r}, if backward has any,"
             self._say(
                 f"lightning_topk: {whose} and the exchange use different NCCL communicators. Training may hang unless "
-                "collectives of both start in the same order on all ranks: set NCCL_LAUNCH_ORDER_IMPLICIT=1 before "
-                "training (NCCL 2.26 and later)."
+                "all ranks start collectives of both in the same order: set NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26)."
             )
 
     def launch(self, bucket: GradBucket) -> Future:

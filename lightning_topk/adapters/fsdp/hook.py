@@ -287,9 +287,8 @@ def _check_groups(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> 
     ranks = dist.get_process_group_ranks(replicas)
     if set(ranks) & set(groups[0].ranks) != {dist.get_rank()}:
         raise ValueError(
-            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {groups[0].ranks}: all "
-            "ranks of the group must hold the same shard, each on a different node. Pass the dimension of the mesh "
-            "along which nodes are counted."
+            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {groups[0].ranks}: the "
+            "group must have the same shard on each node. Pass the mesh's dimension along which nodes are counted."
         )
     for group in groups:
         if group.has_hook:

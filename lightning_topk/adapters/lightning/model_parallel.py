@@ -103,8 +103,7 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
         if data * tensor != local:
             raise ValueError(
                 f"data_parallel_size={data} times tensor_parallel_size={tensor} is not {local}, the ranks per node: "
-                "these sizes apply to one node, and each node is a replica. Change them, or pass local_world_size=, "
-                "the number of ranks per node."
+                "each node is a replica. Change these sizes, or pass local_world_size=, the number of ranks per node."
             )
         # torch 2.9 warns about slicing the mesh of a node, which is the intended use.
         warnings.filterwarnings("ignore", message="You are attempting to slice a submesh from another submesh")
