@@ -103,7 +103,6 @@ class ShardState(HookState):
         if self.current is None:
             self._refresh_trained()
             self.begin_pass(waits=not g.is_cuda)
-        self._match_gradient(bucket, g)
         if bucket not in self._agreed:
             self._agree_on(f"that of {group} ({len(bucket)} parameters, {g.numel()} elements, {g.dtype})")
             self._agreed.add(bucket)
@@ -144,13 +143,6 @@ class ShardState(HookState):
                 "that are replicated inside a node are exchanged uncompressed. Use the optimizer's own momentum."
             )
         return found
-
-    def _match_gradient(self, bucket: Bucket, g: Tensor) -> None:
-        """Sets the proxies to the dtype and device of the gradient, which FSDP decides in the first forward pass."""
-        if any((member.dtype, member.device) != (g.dtype, g.device) for member in bucket):
-            self.residuals.drop_endpoints(set(bucket))
-            for member in bucket:
-                member.data = torch.zeros((), dtype=g.dtype, device=g.device).expand(member.numel())
 
     def _agree_on(self, gradient: str) -> None:
         """Checks that all replicas exchange the same gradient next: payloads of equal size would be mixed up."""

@@ -42,10 +42,13 @@ class ParamGroup:
         for parameter in group.fsdp_params:
             sharded = parameter.sharded_param
             name, size = names[sharded], parameter.padded_sharded_param_size.numel()
-            if name not in known or known[name].numel() != size:
-                policy = parameter.mp_policy
-                dtype = policy.reduce_dtype or policy.param_dtype or sharded.dtype
-                known[name] = torch.zeros((), dtype=dtype, device=group.device).expand(size)
+            policy = parameter.mp_policy
+            dtype = policy.reduce_dtype or policy.param_dtype or sharded.dtype
+            proxy = torch.zeros((), dtype=dtype, device=group.device).expand(size)
+            if name in known and known[name].numel() == size:
+                known[name].data = proxy  # the earlier model may have had another dtype
+            else:
+                known[name] = proxy
             self.proxies[known[name]], self.names[known[name]] = parameter, name
         self.shards: dist.ProcessGroup = group.mesh_info.shard_process_group
         self.ranks: list[int] = dist.get_process_group_ranks(self.shards)
