@@ -63,7 +63,7 @@ class TopKState(HookState):
 
     def plan_first_pass(self, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
         """Plans the first pass's buckets together, if there are several: else they would change after it."""
-        if self._together or not model.find_unused_parameters or model.static_graph or model._delay_all_reduce_params:
+        if self._together or not model.find_unused_parameters or model.static_graph:
             return
         private: Any = dist
         with suppress(AttributeError, TypeError):  # torch's private function; without it, densities change a little

@@ -77,7 +77,7 @@ class Runners:
             raise ContenderError(name, reason)
         return results
 
-    def _agree(self, work: Callable[[], Any]) -> tuple[list[Any], str]:
+    def _agree(self, work: Callable[[dict[str, Contender]], Any]) -> tuple[list[Any], str]:
         """The results of ``work`` in the processes of all ranks, and the first failure or an empty string."""
         begin = time.perf_counter()
         with suppress(OSError):  # it has died: so its answer says
@@ -114,36 +114,35 @@ def _store(number: int) -> Store:
     return PrefixStore(f"runners {number}", store)
 
 
-MADE: dict[str, Contender] = {}
-"""The contenders of this process, by name."""
-
-
 def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     """Does what this rank sends, as long as it lives, and returns the result and the error or an empty string."""
+    made: dict[str, Contender] = {}
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= environment
     with suppress(EOFError):
         while True:
             work = pipe.recv()
             try:
-                answer = work(), ""
+                answer = work(made), ""
             except Exception as error:  # whatever a hook raises, the others are measured
                 answer = None, f"{type(error).__name__}: {first_line(error)}"
             pipe.send(answer)
 
 
-def _join(device: torch.device, number: int, rank: int, world: int) -> None:
+def _join(device: torch.device, number: int, rank: int, world: int, _: dict[str, Contender]) -> None:
     """Joins the other ranks' processes."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(BACKENDS[device.type], None, TIMEOUT, world, rank, _store(number))
 
 
-def _do(make: Callable[[str], Contender], name: str, work: Callable[[Contender], Any]) -> Any:
+def _do(
+    make: Callable[[str], Contender], name: str, work: Callable[[Contender], Any], made: dict[str, Contender]
+) -> Any:
     """Does ``work`` with a contender, which is made when it is first asked."""
-    if name not in MADE:
-        MADE[name] = make(name)
-    return work(MADE[name])
+    if name not in made:
+        made[name] = make(name)
+    return work(made[name])
 
 
 def _end_with_parent() -> None:
