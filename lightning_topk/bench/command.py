@@ -33,7 +33,6 @@ from lightning_topk.models import CONTEXT, GPTS, VOCABULARY, make_module
 from lightning_topk.plan import Row, counted, ddp_buckets, markdown
 from lightning_topk.volume import volume
 
-SECONDS = 60.0  # no turn starts later than this
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets
 THEIRS = ("no exchange", "DDP", "16-bit hook", "PowerSGD")
 
@@ -153,8 +152,9 @@ def report(work: Work, device: torch.device, json: Path | None = None) -> str | 
             break
         except ContenderError as error:
             failed[error.name] = error.reason
+    notes = [f"{name} failed on {reason}" for name, reason in failed.items()]
     if not times:
-        raise RuntimeError("; ".join(f"{name} failed on {reason}" for name, reason in failed.items()))
+        raise RuntimeError("; ".join(notes))
     if dist.get_rank():
         return None
     judged, *less = work.ours
@@ -166,7 +166,6 @@ def report(work: Work, device: torch.device, json: Path | None = None) -> str | 
     if json is not None:
         kept = {"setting": setting, "versions": versions(), "seconds": times, "bytes": sent, "hidden": hidden}
         json.write_text(jsons.dumps({**kept, "failed": failed, "verdict": verdict}, indent=1) + "\n")
-    notes = [f"{name} failed on {reason}" for name, reason in failed.items()]
     if "PowerSGD" in times:
         own = "; one bucket, since its hook hangs on gloo with several" if device.type == "cpu" else ""
         rank = peers.power_sgd_rank(shapes, work.saving)
@@ -207,7 +206,7 @@ def _measured(
         return {}, {}, {}
     ours = [name for name in names if name in work.ours and work.params is None]
     with Runners(partial(_contender, work, shapes, device), device, len(failed)) as runners:
-        times = loop.measure(runners.ask, names, work.steps, SECONDS)
+        times = loop.measure(runners.ask, names, work.steps)
         sent = {name: max(runners.ask(name, partial(_sent, name, work, shapes, local))) for name in names}
         hidden = {name: f"{1 - max(runners.ask(name, Contender.watch)):.0%}" for name in ours}
     return times, sent, hidden
