@@ -244,17 +244,14 @@ def attach(
     state = TopKState(config, device, process_group=group, optimizers=optimizers, **arguments)
     state.model = ref(model)
     with on_failure(state.close):
-        check_agreement(
-            {**described(names), **{name: getattr(model, name) for name in _SAME}},
-            "Build the same model on every rank, and pass the same arguments to DistributedDataParallel.",
-            device,
-            state.open_groups().all,
-        )
+        groups, same = state.open_groups(), {**described(names), **{name: getattr(model, name) for name in _SAME}}
+        remedy = "Build the same model on every rank, and pass the same arguments to DistributedDataParallel."
+        check_agreement(same, remedy, device, groups.all)
         state.buckets.all_names = all_names_of(model.module)
         state.buckets.learn_names(names)
-        state.open_groups().connect()
+        groups.connect()
         state.residuals.keep_only(names)
-        state.optimizers.start(optimizers is None or optimizers is not optimizer, state.device, state.open_groups().all)
+        state.optimizers.start(optimizers is None or optimizers is not optimizer, device, groups.all)
         if model.find_unused_parameters and not model.static_graph:
             state.watch_use(names)
         state.check_launch_order(model)
