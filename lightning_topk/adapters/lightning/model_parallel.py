@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning.fabric.strategies.model_parallel import _FSDPNoSync
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from typing_extensions import Unpack, override
 
 from lightning_topk.adapters.fsdp.hook import ShardState, attach, check_shardable
@@ -136,19 +135,11 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
         assert self.topk_state is not None
         self.topk_state.optimizers.sync()  # they exist already, see setup_optimizers
 
-    @contextmanager
     @override
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """Accumulates gradients without reducing them; they are reduced and exchanged once, with the last one."""
         assert self.model is not None
-        sharded = [part for part in self.model.modules() if isinstance(part, FSDPModule)]
-        for part in sharded:
-            part.set_requires_gradient_sync(False, recurse=False)
-        try:
-            yield
-        finally:
-            for part in sharded:
-                part.set_requires_gradient_sync(True, recurse=False)
+        return _FSDPNoSync(self.model, enabled=True)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
