@@ -37,11 +37,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lightning_topk {__version__}")
     both = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    add = both.add_argument
+    add = both.add_mutually_exclusive_group(required=True).add_argument
     add("--model", help="model of torchvision, such as resnet50; or gpt2, gpt2-medium, gpt2-large, gpt2-xl")
     add("--module", help="class such as mine.models.Net, called without arguments")
     add("--params", type=count, help="number of parameters, such as 25e6; bench then only exchanges")
-    add("--saving", type=float, help="how many times fewer bytes than all-reduce to send (default: 50)")
+    both.add_argument("--saving", type=float, help="how many times fewer bytes than all-reduce to send (default: 50)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     def command(name: str, about: str, *parents: argparse.ArgumentParser) -> Callable[..., argparse.Action]:

@@ -159,10 +159,9 @@ def _check_values(config: TopKConfig) -> None:
             remedy = f"Use {name}=0.001 to send one entry in a thousand, 1 to send all."
             _check_number(config, name, lambda ratio: 0 < ratio <= 1, "in (0, 1]: the fraction that is sent", remedy)
     remedy = "Use saving=50 for a fiftieth of the bytes, topology='dense' to save none."
-    _check_number(config, "saving", lambda saving: 1 <= saving < math.inf, "1 or more", remedy)
+    _check_number(config, "saving", lambda saving: saving >= 1, "1 or more", remedy)
     _check_number(config, "momentum", lambda m: 0 <= m < 1, "in [0, 1)", "Use 0 for none, 0.9 as DGC does.")
-    remedy = "Leave it out to disable clipping."
-    _check_number(config, "clip_norm", lambda norm: 0 < norm < math.inf, "positive", remedy)
+    _check_number(config, "clip_norm", lambda norm: norm > 0, "positive", "Leave it out to disable clipping.")
     for name in ("bidirectional", "adapt_momentum"):
         check_bool(name, getattr(config, name))
     if not isinstance(config.error_feedback, bool):
@@ -197,16 +196,13 @@ def _check_combinations(config: TopKConfig) -> None:
             f"server_ratio={config.server_ratio!r} has no effect with bidirectional=False, where the server sends "
             "every nonzero entry. Leave server_ratio out, or pass bidirectional=True."
         )
-    without = {
-        f"topology={config.topology!r}": not config.compresses,
-        f"dense_parameters={config.dense_parameters}": bool(config.dense_parameters),
-        f"error_feedback={config.error_feedback!r}": not config.error_feedback,
-    }
-    if config.momentum and any(without.values()):
+    without = [f"topology={config.topology!r}"] * (not config.compresses)
+    without += [f"dense_parameters={config.dense_parameters}"] * bool(config.dense_parameters)
+    without += [f"error_feedback={config.error_feedback!r}"] * (not config.error_feedback)
+    if config.momentum and without:
         raise ValueError(
-            f"momentum={config.momentum!r} needs a residual for every parameter, and "
-            f"{' and '.join(name for name, holds in without.items() if holds)} leaves some without. Leave that out, or "
-            "pass momentum=0 and use the optimizer's own."
+            f"momentum={config.momentum!r} needs a residual for every parameter, and {' and '.join(without)} leaves "
+            "some without. Leave that out, or pass momentum=0 and use the optimizer's own."
         )
 
 

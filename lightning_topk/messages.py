@@ -104,8 +104,7 @@ def saving_warnings(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) 
     if seen > asked * (1 + TOLERANCE) and all(settings.plan_of(bucket).density() == 1 for bucket in buckets):
         found.append(
             f"lightning_topk: saving={asked:g} was requested, but every entry is sent, rounded to "
-            f"{settings.config.wire_name}, and each step saves {seen:.3g}x. Pass wire='bf16' or 'fp32' to send more "
-            "digits."
+            f"{settings.config.wire_name}, and each step saves {seen:.3g}x. Pass wire='bf16' or 'fp32' for more digits."
         )
     if not by_node and settings.local > 1 and sent.inter_node and sent.node_saving < 0.9 * asked:
         found.append(

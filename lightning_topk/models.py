@@ -17,20 +17,15 @@ class GPT(nn.Module):
     def __init__(self, depth: int, width: int, heads: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-            for _ in range(depth)
-        )
-        self.norm = nn.LayerNorm(width)
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Predicts the next token at each place."""
         length = x.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device)
         h = self.tokens(x) + self.places.weight[:length]
-        for block in self.blocks:
-            h = block(h, mask, is_causal=True)
-        return nn.functional.linear(self.norm(h), self.tokens.weight)
+        return nn.functional.linear(self.blocks(h, mask, is_causal=True), self.tokens.weight)
 
 
 VOCABULARY, CONTEXT = 50_257, 1024

@@ -83,8 +83,6 @@ FEW = 10_000
 
 def parameter_sizes(model: str | None = None, module: str | None = None, params: int | None = None) -> list[int]:
     """Elements of each trainable parameter of a named model or of a class, or of up to 1,000 equal ones."""
-    if sum(each is not None for each in (model, module, params)) != 1:
-        raise ValueError("give one of --model, --module and --params.")
     if params is not None:
         each = max(2**20, -(-params // 1000))
         return [each] * (params // each) + [params % each] * (params % each > 0)

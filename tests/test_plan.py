@@ -127,7 +127,6 @@ def test_every_size_has_a_plan_and_topologies_that_do_not_fit_say_so(monkeypatch
     [
         (["--params", "25e6", "--nodes", "1"], "one rank exchanges nothing"),
         (["--params", "1M", "--nodes", "2", "--inter", "1gbit/20ms"], "plan counts bytes, and no round trips"),
-        (["--nodes", "2"], "give one of --model, --module and --params"),
         (["--params", "1M", "--nodes", "2", "--saving", "50", "--ratio", "0.1"], "both say how much is sent"),
         (["--model", "resnet999", "--nodes", "2"], "Unknown model resnet999. The nearest names are .*resnet"),
         (["--model", "nothing", "--nodes", "2"], "Give gpt2, gpt2-medium, .*or a name of torchvision's.$"),
@@ -136,3 +135,11 @@ def test_every_size_has_a_plan_and_topologies_that_do_not_fit_say_so(monkeypatch
 def test_invalid_plans_are_refused(monkeypatch, words, message):
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, "plan", *words, main=main)
+
+
+def test_plans_and_benches_are_of_one_model(monkeypatch, capsys):
+    for words in ("plan --nodes 2", "bench", "bench --params 1M --model resnet18"):
+        with pytest.raises(SystemExit, match="2"):
+            run(monkeypatch, *words.split(), main=main)
+        said = capsys.readouterr().err
+        assert ("not allowed with argument" if "1M" in words else "--model --module --params is required") in said

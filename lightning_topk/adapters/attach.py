@@ -64,8 +64,7 @@ def attach(
         broadcast_weights: For FSDP2 only: whether to broadcast the first replica's weights to the others now. DDP
             broadcasts weights when it wraps a model.
         optimizer: The optimizer or a list of optimizers: gradients that wait follow its learning rate, and settings
-            depend on it (``adapt_momentum``, ``momentum``). Or a function that returns a list of them, which may be
-            empty until the first step.
+            depend on it (``adapt_momentum``, ``momentum``). Or a function that returns a list, empty until they exist.
         scaler: The GradScaler that scales the loss. Residuals are then unscaled.
         local_world_size: For DDP only: ranks per node, for ``topology="hierarchical"`` and to count bytes between
             nodes. Ranks of a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.

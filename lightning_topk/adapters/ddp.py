@@ -47,16 +47,14 @@ class TopKState(HookState):
     model: "Callable[[], DistributedDataParallel | None]" = staticmethod(lambda: None)
     """Returns the model while it is in use."""
 
-    def exchange_together(self, model: DistributedDataParallel, trained: Iterable[Tensor]) -> None:
+    def exchange_together(self, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
         """Exchanges a model of up to 25 MiB as one bucket, unless the user has set the size of buckets.
 
-        DDP would make two, of 1 MiB and of the rest, which is ready at the end of backward. In one bucket all entries
-        compete for the payload; in two, each parameter keeps the density of its bucket, and a model whose embedding
-        needs five times as much ends training behind.
+        DDP would make two, of 1 MiB and of the rest. In one bucket all entries compete for the payload; in two, each
+        parameter keeps the density of its bucket, and a model whose embedding needs five times as much falls behind.
         """
-        several = [*trained]
-        small = sum(p.nbytes for p in several) <= model.bucket_bytes_cap
-        self._together = small and model.bucket_bytes_cap_default and len({p.dtype for p in several}) == 1
+        small = sum(p.nbytes for p in trained) <= model.bucket_bytes_cap
+        self._together = small and model.bucket_bytes_cap_default and len({p.dtype for p in trained}) == 1
 
     def watch_use(self, parameters: Iterable[Tensor]) -> None:
         """Tracks which parameters get a gradient, for models with unused parameters."""
@@ -65,12 +63,12 @@ class TopKState(HookState):
 
     def plan_first_pass(self, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
         """Plans the first pass's buckets together, if there are several: else they would change after it."""
-        if self._together or not model.find_unused_parameters or model.static_graph or model._delay_all_reduce_params:
+        if self._together or not model.find_unused_parameters or model.static_graph:
             return
         private: Any = dist
         with suppress(AttributeError, TypeError):  # torch's private function; without it, densities change a little
             first = private._DEFAULT_FIRST_BUCKET_BYTES if model.bucket_bytes_cap_default else model.bucket_bytes_cap
-            places, _ = private._compute_bucket_assignment_by_size([*trained], [first, model.bucket_bytes_cap])
+            places, _ = private._compute_bucket_assignment_by_size(trained, [first, model.bucket_bytes_cap])
             buckets = [[trained[place] for place in each] for each in reversed(places)]
             self.buckets.plan_together([*map(self.buckets.find, buckets)])
 
@@ -88,8 +86,7 @@ class TopKState(HookState):
             whose = "SyncBatchNorm's collectives" if sync else f"collectives of {others[0]!r}, if backward has any,"
             self._say(
                 f"lightning_topk: {whose} and the exchange use different NCCL communicators. Training may hang unless "
-                "collectives of both start in the same order on all ranks: set NCCL_LAUNCH_ORDER_IMPLICIT=1 before "
-                "training (NCCL 2.26 and later)."
+                "all ranks start collectives of both in the same order: set NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26)."
             )
 
     def launch(self, bucket: GradBucket) -> Future:
@@ -192,32 +189,22 @@ class _Part(NamedTuple):
 
 
 class InUse:
-    """What DDP's hook receives: the state in use. DDP never drops a hook, so a later attach replaces the state."""
+    """What DDP's hook receives: the state in use. DDP never drops a hook, so a later attach replaces the state.
 
-    def __init__(self, state: TopKState) -> None:
-        self.state = state
+    A copy of a DDP model has no hook; there it has no state either, and says so if the copy is trained.
+    """
 
-    def __deepcopy__(self, memo: Any) -> "Copied":
-        return Copied(self.state._say)
+    def __init__(self, state: Any = None, say: WarnOnce | None = None) -> None:
+        self.state, self._say = state, say
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Copied, ()  # DDP pickles it
-
-
-class Copied:
-    """Takes the state's place in a copy of a DDP model, which has no hook; says so if the copy is trained."""
-
-    def __init__(self, say: WarnOnce | None = None) -> None:
-        self._say = say
-
-    def __deepcopy__(self, memo: Any) -> "Copied":
-        return self
+    def __deepcopy__(self, memo: Any) -> "InUse":
+        return self if self.state is None else InUse(say=self.state._say)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Copied, ()
+        return InUse, ()  # DDP pickles it
 
-    def warn(self) -> None:
-        """Says once, on rank 0, that the copy exchanges whole gradients."""
+    def warn_of_copy(self) -> None:
+        """Says once, on rank 0, that a copy exchanges whole gradients."""
         self._say = self._say or WarnOnce(None, dist.get_rank())
         self._say(
             "lightning_topk: a copy of an attached DDP model is trained. It has no communication hook, and exchanges "
@@ -227,7 +214,8 @@ class Copied:
 
 def topk_hook(model: InUse, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: returns a future of the bucket's buffer, which will hold the mean of all ranks."""
-    return model.state.launch(bucket)
+    state: TopKState = model.state
+    return state.launch(bucket)
 
 
 def attach(
@@ -238,7 +226,8 @@ def attach(
 ) -> TopKState:
     """Makes a DDP model exchange its gradients with :func:`topk_hook`; see :func:`lightning_topk.attach`."""
     check_ddp_options({**vars(model), "delay_all_reduce_named_params": model._delay_all_reduce_params})
-    model._comm_hooks[:] = [each for each in model._comm_hooks if not isinstance(each[1], Copied)]
+    copied = [each for each in model._comm_hooks if isinstance(each[1], InUse) and each[1].state is None]
+    model._comm_hooks[:] = [each for each in model._comm_hooks if each not in copied]
     earlier = [each for _, each in model._comm_hooks if isinstance(each, InUse)]
     if len(model._comm_hooks) > len(earlier):
         raise RuntimeError(
@@ -255,17 +244,14 @@ def attach(
     state = TopKState(config, device, process_group=group, optimizers=optimizers, **arguments)
     state.model = ref(model)
     with on_failure(state.close):
-        check_agreement(
-            {**described(names), **{name: getattr(model, name) for name in _SAME}},
-            "Build the same model on every rank, and pass the same arguments to DistributedDataParallel.",
-            device,
-            state.open_groups().all,
-        )
+        groups, same = state.open_groups(), {**described(names), **{name: getattr(model, name) for name in _SAME}}
+        remedy = "Build the same model on every rank, and pass the same arguments to DistributedDataParallel."
+        check_agreement(same, remedy, device, groups.all)
         state.buckets.all_names = all_names_of(model.module)
         state.buckets.learn_names(names)
-        state.open_groups().connect()
+        groups.connect()
         state.residuals.keep_only(names)
-        state.optimizers.start(optimizers is None or optimizers is not optimizer, state.device, state.open_groups().all)
+        state.optimizers.start(optimizers is None or optimizers is not optimizer, device, groups.all)
         if model.find_unused_parameters and not model.static_graph:
             state.watch_use(names)
         state.check_launch_order(model)
@@ -294,22 +280,16 @@ def _exchanged(model: DistributedDataParallel) -> dict[Tensor, str]:
 
 def _check_use(model: DistributedDataParallel, args: Any) -> None:
     """Warns of a copy that is trained, and refuses a ``join`` whose mean is not over all ranks, and CUDA graphs."""
-    for _, state in model._comm_hooks if model.training and torch.is_grad_enabled() else ():
-        if isinstance(state, Copied):
-            state.warn()
+    for _, hook in model._comm_hooks if model.training and torch.is_grad_enabled() else ():
+        if isinstance(hook, InUse) and hook.state is None:
+            hook.warn_of_copy()
     if model._join_config.enable and not model._divide_by_initial_world_size:
         raise ValueError(
             "join(divide_by_initial_world_size=False) is not supported with top-k exchange, which takes the mean "
             "over all ranks. Leave the argument out."
         )
-    exchanges = model.require_backward_grad_sync and torch.is_grad_enabled()
-    if exchanges and model.device.type == "cuda" and not torch.compiler.is_compiling():
-        _refuse_capture()
-
-
-def _refuse_capture() -> None:
-    """Refuses a forward pass that a CUDA graph captures, with the backward pass and the exchange to follow."""
-    if torch.cuda.is_current_stream_capturing():
+    exchanges = model.require_backward_grad_sync and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if exchanges and model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph captures a step of an attached model. The exchange decides in each step what it sends, and a "
             "replay would repeat one step's decisions. Capture the module alone, before DDP wraps it "

@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.run as torchrun
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_leaves
 
 from lightning_topk._version import __version__
@@ -29,12 +27,12 @@ from lightning_topk.bench.loop import Contender, gather
 from lightning_topk.bench.processes import BACKENDS, TIMEOUT, ContenderError, Runners
 from lightning_topk.bench.verdict import SURE, Times, decide, ratio
 from lightning_topk.config import SAVING, TopKConfig, check_name
+from lightning_topk.consensus import check_agreement
 from lightning_topk.env import processor, versions
 from lightning_topk.models import CONTEXT, GPTS, VOCABULARY, make_module
 from lightning_topk.plan import Row, counted, ddp_buckets, markdown
 from lightning_topk.volume import volume
 
-SECONDS = 60.0  # no turn starts later than this
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets
 THEIRS = ("no exchange", "DDP", "16-bit hook", "PowerSGD")
 
@@ -58,8 +56,6 @@ class Work:
     only: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if sum(each is not None for each in (self.model, self.module, self.params)) != 1:
-            raise ValueError("give one of --model, --module and --params.")
         TopKConfig(saving=self.saving)
         for name in self.only:
             check_name("--only", name, (*THEIRS, *self.ours))
@@ -125,7 +121,9 @@ def run(ranks: int = 2, json: Path | None = None, **work: Any) -> str | None:
             "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m lightning_topk bench ..., with the name of "
             "the first for HOST. To try it on this machine, leave torchrun out."
         )
-    device = _connect()
+    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local) if torch.cuda.device_count() >= here else torch.device("cpu")
+    dist.init_process_group("gloo", timeout=4 * TIMEOUT)
     try:
         return report(wanted, device, json)
     finally:
@@ -144,23 +142,6 @@ def _start(ranks: int) -> None:
         raise RuntimeError("a rank failed; its message is above.") from error
 
 
-def _connect() -> torch.device:
-    """Connects the ranks; returns the device of the contenders: a GPU if this machine has one for each of its ranks."""
-    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local) if torch.cuda.device_count() >= here else torch.device("cpu")
-    store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
-    store.set(f"device of {rank}", device.type)
-    kinds = [store.get(f"device of {each}").decode() for each in range(world)]
-    if len({*kinds}) > 1:  # the two backends would wait for each other
-        raise ValueError(
-            f"ranks differ: rank {kinds.index('cuda')} has a GPU and needs {BACKENDS['cuda']}, rank "
-            f"{kinds.index('cpu')} has none and needs {BACKENDS['cpu']}. Every node needs a GPU for each of its ranks, "
-            "and a torch that finds it; or set CUDA_VISIBLE_DEVICES= on all nodes."
-        )
-    dist.init_process_group("gloo", None, 4 * TIMEOUT, world, rank, PrefixStore("ranks", store))
-    return device
-
-
 def report(work: Work, device: torch.device, json: Path | None = None) -> str | None:
     """Measures, writes the file, and returns the report on rank 0. A collective."""
     world, failed = dist.get_world_size(), dict[str, str]()
@@ -171,8 +152,9 @@ def report(work: Work, device: torch.device, json: Path | None = None) -> str | 
             break
         except ContenderError as error:
             failed[error.name] = error.reason
+    notes = [f"{name} failed on {reason}" for name, reason in failed.items()]
     if not times:
-        raise RuntimeError("; ".join(f"{name} failed on {reason}" for name, reason in failed.items()))
+        raise RuntimeError("; ".join(notes))
     if dist.get_rank():
         return None
     judged, *less = work.ours
@@ -184,7 +166,6 @@ def report(work: Work, device: torch.device, json: Path | None = None) -> str | 
     if json is not None:
         kept = {"setting": setting, "versions": versions(), "seconds": times, "bytes": sent, "hidden": hidden}
         json.write_text(jsons.dumps({**kept, "failed": failed, "verdict": verdict}, indent=1) + "\n")
-    notes = [f"{name} failed on {reason}" for name, reason in failed.items()]
     if "PowerSGD" in times:
         own = "; one bucket, since its hook hangs on gloo with several" if device.type == "cpu" else ""
         rank = peers.power_sgd_rank(shapes, work.saving)
@@ -201,15 +182,15 @@ def report(work: Work, device: torch.device, json: Path | None = None) -> str | 
 
 def _agreed(work: Work, device: torch.device) -> tuple[list[tuple[int, ...]], int]:
     """Shapes of the trained parameters; and ranks per node, one if nodes differ. Refuses ranks that differ."""
-    rank = dist.get_rank()
-    net, _ = work.training(rank, torch.device("cpu"))
+    net, _ = work.training(dist.get_rank(), torch.device("cpu"))
     shapes = [tuple(each.shape) for each in net.parameters() if each.requires_grad]
-    numel = f"{sum(map(math.prod, shapes)):,} parameters"
-    mine = f"{work!r}, {numel}, lightning_topk {__version__}, torch {torch.__version__}, {device.type}"
-    for number, other in enumerate(gather(mine)):
-        if other != mine:
-            raise ValueError(f"ranks differ. Rank {rank}: {mine}. Rank {number}: {other}.")
     here = gather(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    same = {"the work": repr(work), "the number of parameters": sum(map(math.prod, shapes)), "the device": device.type}
+    remedy = (
+        "Start the same command on every rank, with the same versions. Every node needs a GPU for each of its ranks, "
+        "and a torch that finds it; or set CUDA_VISIBLE_DEVICES= on all nodes."
+    )
+    check_agreement(same | {"lightning_topk": __version__, "torch": torch.__version__}, remedy, torch.device("cpu"))
     return shapes, here[0] if len({*here}) == 1 else 1
 
 
@@ -225,7 +206,7 @@ def _measured(
         return {}, {}, {}
     ours = [name for name in names if name in work.ours and work.params is None]
     with Runners(partial(_contender, work, shapes, device), device, len(failed)) as runners:
-        times = loop.measure(runners.ask, names, work.steps, SECONDS)
+        times = loop.measure(runners.ask, names, work.steps)
         sent = {name: max(runners.ask(name, partial(_sent, name, work, shapes, local))) for name in names}
         hidden = {name: f"{1 - max(runners.ask(name, Contender.watch)):.0%}" for name in ours}
     return times, sent, hidden

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from lightning_topk.bench.peers import Backward, Peer
-from lightning_topk.consensus import gathered
+from lightning_topk.consensus import every_rank, gathered
 
 TURN, LONGEST = 0.2, 5  # seconds that a turn should last; its steps at most: within a turn, nothing waits for a GPU
-FEWEST = 3  # turns that are timed even if the time is up
+SECONDS, FEWEST = 60.0, 3  # no turn starts later, but for so many
 
 
 class Contender:
@@ -85,13 +85,8 @@ Ask = Callable[[str, Callable[[Contender], float]], list[float]]
 
 def gather(value: Any) -> list[Any]:
     """The values of all ranks, over gloo. A collective; raises RuntimeError if a rank is gone."""
-    try:
+    with every_rank(f"the bench on rank {dist.get_rank()}", "See that rank's own output."):
         return gathered(value, torch.device("cpu"))
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()} lost another rank, which has died or cannot be "
-            f"reached; see that rank's own output. ({first_line(error)})"
-        ) from error
 
 
 def first_line(error: BaseException) -> str:
@@ -99,11 +94,10 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:300]
 
 
-def measure(ask: Ask, names: Sequence[str], steps: int, seconds: float) -> dict[str, list[float]]:
+def measure(ask: Ask, names: Sequence[str], steps: int) -> dict[str, list[float]]:
     """Times steps of contenders in turns; returns the seconds of a step by turn, a turn's mean on its slowest rank.
 
-    A collective. Each takes about so many timed ``steps``; but for the first ``FEWEST`` turns, none starts after so
-    many ``seconds``.
+    A collective. Each takes about so many timed ``steps``, fewer if they take long.
     """
     begin, quiet, times = time.perf_counter(), dist.get_rank() > 0, {name: list[float]() for name in names}
     warming = tqdm(names, desc="warming up", leave=False, disable=quiet)
@@ -115,5 +109,5 @@ def measure(ask: Ask, names: Sequence[str], steps: int, seconds: float) -> dict[
                 each.append(max(ask(name, methodcaller("take", length))))
             turns += 1
             bar.update(length)
-            late = gather(time.perf_counter() - begin > seconds)[0]
+            late = gather(time.perf_counter() - begin > SECONDS)[0]
     return times

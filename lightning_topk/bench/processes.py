@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
@@ -47,15 +48,15 @@ class Runners:
     def __init__(self, make: Callable[[str], Contender], device: torch.device, number: int) -> None:
         context = multiprocessing.get_context("forkserver")  # a fresh process; the next ones need not import torch
         context.set_forkserver_preload([__name__])
+        self._make, self._store = make, _store(number)
+        self._join = partial(_join, device, number, dist.get_rank(), dist.get_world_size())
         self._pipe, theirs = context.Pipe()
-        self._store, place = _store(number), (dist.get_rank(), dist.get_world_size())
-        given = theirs, make, device, number, place, TIMEOUT, dict(os.environ)
-        self._process = context.Process(target=_serve, args=given, daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, dict(os.environ)), daemon=True)
         self._process.start()
         theirs.close()
 
     def __enter__(self) -> Runners:
-        _, reason = self._agree()
+        _, reason = self._agree(self._join)
         if reason:
             self.__exit__()
             raise RuntimeError(f"the contenders' processes cannot join: {reason}")
@@ -71,16 +72,16 @@ class Runners:
 
         Raises ContenderError if it fails on a rank.
         """
-        with suppress(OSError):  # it has died: so its answer says
-            self._pipe.send((name, work))
-        results, reason = self._agree()
+        results, reason = self._agree(partial(_do, self._make, name, work))
         if reason:
             raise ContenderError(name, reason)
         return results
 
-    def _agree(self) -> tuple[list[Any], str]:
-        """The results of all ranks, and the first failure or an empty string."""
+    def _agree(self, work: Callable[[dict[str, Contender]], Any]) -> tuple[list[Any], str]:
+        """The results of ``work`` in the processes of all ranks, and the first failure or an empty string."""
         begin = time.perf_counter()
+        with suppress(OSError):  # it has died: so its answer says
+            self._pipe.send(work)
         result, error = self._answer()
         if error:
             self._store.set("failed", "")
@@ -113,48 +114,40 @@ def _store(number: int) -> Store:
     return PrefixStore(f"runners {number}", store)
 
 
-def _serve(
-    pipe: Connection,
-    make: Callable[[str], Contender],
-    device: torch.device,
-    number: int,
-    place: tuple[int, int],
-    timeout: timedelta,
-    environment: dict[str, str],
-) -> None:
-    """Joins the other ranks' processes, and answers this rank's requests as long as it lives."""
+def _serve(pipe: Connection, environment: dict[str, str]) -> None:
+    """Does what this rank sends, as long as it lives, and returns the result and the error or an empty string."""
+    made: dict[str, Contender] = {}
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= environment
-    made: dict[str, Contender] = {}
-
-    def join() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        rank, world = place
-        dist.init_process_group(BACKENDS[device.type], None, timeout, world, rank, _store(number))
-
-    def work(name: str, do: Callable[[Contender], Any]) -> Any:
-        if name not in made:
-            made[name] = make(name)
-        return do(made[name])
-
-    _reply(pipe, join)
     with suppress(EOFError):
         while True:
-            _reply(pipe, work, *pipe.recv())
+            work = pipe.recv()
+            try:
+                answer = work(made), ""
+            except Exception as error:  # whatever a hook raises, the others are measured
+                answer = None, f"{type(error).__name__}: {first_line(error)}"
+            pipe.send(answer)
 
 
-def _reply(pipe: Connection, work: Callable[..., Any], *args: Any) -> None:
-    try:
-        answer = work(*args), ""
-    except Exception as error:  # whatever a hook raises, the others are measured
-        answer = None, f"{type(error).__name__}: {first_line(error)}"
-    pipe.send(answer)
+def _join(device: torch.device, number: int, rank: int, world: int, _: dict[str, Contender]) -> None:
+    """Joins the other ranks' processes."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(BACKENDS[device.type], None, TIMEOUT, world, rank, _store(number))
+
+
+def _do(
+    make: Callable[[str], Contender], name: str, work: Callable[[Contender], Any], made: dict[str, Contender]
+) -> Any:
+    """Does ``work`` with a contender, which is made when it is first asked."""
+    if name not in made:
+        made[name] = make(name)
+    return work(made[name])
 
 
 def _end_with_parent() -> None:
     """Ends this process after its rank, also out of a collective."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        wait([parent.sentinel])
+        parent.join()
     os._exit(1)

@@ -93,14 +93,14 @@ def of_this_rank(entry: Any, groups: Sequence[ParamGroup], frozen: Collection[st
 
 
 def _shard_of(saved: Tensor, parameter: DTensor, size: int) -> Tensor:
-    """A rank's padded shard ``[size]``, of a DTensor sharded like the parameter or a full tensor ``[..., numel]``."""
+    """A rank's padded shard ``[size]``, of a DTensor sharded like the parameter or a full tensor ``[numel]``."""
     if isinstance(saved, DTensor):
-        mine = saved.to_local().reshape(-1)
-    elif saved.shape[-1:] != (parameter.numel(),):
+        mine = saved.to_local().flatten()
+    elif saved.shape != (parameter.numel(),):
         return saved  # of another model: the caller refuses it
     else:
         placed = parameter.shape, parameter.device_mesh, parameter.placements
         shape, begin = compute_local_shape_and_global_offset(*placed)
-        cut = [slice(None)] * (saved.ndim - 1) + [slice(b, b + n) for b, n in zip(begin, shape, strict=True)]
-        mine = saved.unflatten(-1, parameter.shape)[tuple(cut)].flatten(saved.ndim - 1)
-    return torch.nn.functional.pad(mine, (0, size - mine.shape[-1]))
+        cut = tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=True))
+        mine = saved.view(parameter.shape)[cut].flatten()
+    return torch.nn.functional.pad(mine, (0, size - len(mine)))

@@ -103,7 +103,6 @@ class ShardState(HookState):
         if self.current is None:
             self._refresh_trained()
             self.begin_pass(waits=not g.is_cuda)
-        self._match_gradient(bucket, g)
         if bucket not in self._agreed:
             self._agree_on(f"that of {group} ({len(bucket)} parameters, {g.numel()} elements, {g.dtype})")
             self._agreed.add(bucket)
@@ -144,13 +143,6 @@ class ShardState(HookState):
                 "that are replicated inside a node are exchanged uncompressed. Use the optimizer's own momentum."
             )
         return found
-
-    def _match_gradient(self, bucket: Bucket, g: Tensor) -> None:
-        """Sets the proxies to the dtype and device of the gradient, which FSDP decides in the first forward pass."""
-        if any((member.dtype, member.device) != (g.dtype, g.device) for member in bucket):
-            self.residuals.drop_endpoints(set(bucket))
-            for member in bucket:
-                member.data = torch.zeros((), dtype=g.dtype, device=g.device).expand(member.numel())
 
     def _agree_on(self, gradient: str) -> None:
         """Checks that all replicas exchange the same gradient next: payloads of equal size would be mixed up."""
@@ -287,9 +279,8 @@ def _check_groups(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> 
     ranks = dist.get_process_group_ranks(replicas)
     if set(ranks) & set(groups[0].ranks) != {dist.get_rank()}:
         raise ValueError(
-            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {groups[0].ranks}: all "
-            "ranks of the group must hold the same shard, each on a different node. Pass the dimension of the mesh "
-            "along which nodes are counted."
+            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {groups[0].ranks}: the "
+            "group must have the same shard on each node. Pass the mesh's dimension along which nodes are counted."
         )
     for group in groups:
         if group.has_hook:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
@@ -41,10 +42,13 @@ class ParamGroup:
         for parameter in group.fsdp_params:
             sharded = parameter.sharded_param
             name, size = names[sharded], parameter.padded_sharded_param_size.numel()
-            if name not in known or known[name].numel() != size:
-                policy = parameter.mp_policy
-                dtype = policy.reduce_dtype or policy.param_dtype or sharded.dtype
-                known[name] = torch.zeros((), dtype=dtype, device=group.device).expand(size)
+            policy = parameter.mp_policy
+            dtype = policy.reduce_dtype or policy.param_dtype or sharded.dtype
+            proxy = torch.zeros((), dtype=dtype, device=group.device).expand(size)
+            if name in known and known[name].numel() == size:
+                known[name].data = proxy  # the earlier model may have had another dtype
+            else:
+                known[name] = proxy
             self.proxies[known[name]], self.names[known[name]] = parameter, name
         self.shards: dist.ProcessGroup = group.mesh_info.shard_process_group
         self.ranks: list[int] = dist.get_process_group_ranks(self.shards)
@@ -156,14 +160,10 @@ class ParamGroup:
 
         Residuals have the units of the hook's tensor; in a checkpoint they have the gradient's.
         """
-        risky = proxy.dtype not in (torch.float32, torch.bfloat16)
-        if not risky and not self._group.force_sum_reduction_for_comms:
-            return 1.0
-        factor = self._group.gradient_divide_factor or len(self.ranks)  # as torch's _get_gradient_divide_factors
-        before = 1
-        while risky and factor % before == 0 and factor / before > before:
-            before *= 2
-        return float(factor / before)
+        group = self._group
+        factors = group.gradient_divide_factor, group.force_sum_reduction_for_comms
+        _, later, *_ = _get_gradient_divide_factors(self.shards, None, proxy.dtype, self.device.type, *factors)
+        return later or 1.0
 
 
 def _note(param_group: ref[ParamGroup], used: ref[Any], _: Tensor) -> None:

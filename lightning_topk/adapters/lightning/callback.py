@@ -73,8 +73,7 @@ class CompressionMonitor(Callback):
     Attributes:
         volume: The :class:`~lightning_topk.metrics.ExchangeVolume` of this rank since fit began; it also counts the
             bytes inside this node and between nodes.
-        uplink_error: The :class:`~lightning_topk.metrics.CompressionError` of all workers in the steps measured since
-            fit began.
+        uplink_error: The :class:`~lightning_topk.metrics.CompressionError` of all workers in measured steps.
         downlink_error: That of all servers.
 
     Raises:

@@ -44,10 +44,6 @@ class TopKStrategy(DDPStrategy):
             node.
         **arguments: Settings, as arguments of :class:`lightning_topk.TopKStrategy`; and arguments of Fabric's
             DDPStrategy and of torch's DistributedDataParallel.
-
-    Raises:
-        TypeError: An argument has the wrong type or is unknown.
-        ValueError: An argument has a value that is not allowed or contradicts another argument.
     """
 
     def __init__(
@@ -61,13 +57,13 @@ class TopKStrategy(DDPStrategy):
         self.epoch = epoch
         self._local_world_size = check_count("local_world_size", local_world_size)
         super().__init__(**arguments)
-        self._states: list[tuple[ref[Any], TopKState]] = []  # each with the DDP module that it belongs to
+        self._states: list[TopKState] = []
         self._set_up: list[ref[Optimizer]] = []
 
     @property
     def topk_states(self) -> list[TopKState]:
         """The states of the communication hooks, one for each module that was set up and is in use."""
-        return [state for ddp, state in self._states if ddp() is not None]
+        return [state for state in self._states if state.model() is not None]
 
     def state_of(self, module: Module) -> TopKState:
         """Returns the state of a module from ``fabric.setup`` or ``fabric.setup_module``, to save with it.
@@ -77,8 +73,8 @@ class TopKStrategy(DDPStrategy):
         """
         wrapped = getattr(module, "_forward_module", module)
         wrapped = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile's
-        for ddp, state in self._states:
-            if ddp() is wrapped:
+        for state in self._states:
+            if state.model() is wrapped:
                 return state
         raise KeyError(f"this {type(module).__name__} was not set up with this strategy. Pass the one of fabric.setup.")
 
@@ -108,7 +104,7 @@ class TopKStrategy(DDPStrategy):
             local_world_size=self._local_world_size or self.num_processes,
             note=rank_zero_info,
         )
-        self._states.append((ref(ddp), state))
+        self._states.append(state)
         return ddp
 
     def _optimizers_of(self, parameters: set[Any]) -> list[Optimizer]:
@@ -121,16 +117,16 @@ class TopKStrategy(DDPStrategy):
 
         Returns the closed state that exchanged any of the parameters, if it is only one. A collective.
         """
+        gone = [state.model() is None for state in self._states]
+        everyones = gathered(gone, self.root_device) if gone else []
         closed = []
-        mine = [ddp() is None for ddp, _ in self._states]
-        everyones = gathered(mine, self.root_device) if mine else []
-        for (_, state), *gone in zip(self._states, *everyones, strict=True):
+        for state, *unused in zip(self._states, *everyones, strict=True):
             wrapped = state.model()
             same = wrapped is not None and wrapped.module is module
-            if all(gone) or same or parameters == state.names.keys():
+            if all(unused) or same or parameters == state.names.keys():
                 state.close()
                 closed.append(state)
-        self._states = [each for each in self._states if each[1] not in closed]
+        self._states = [state for state in self._states if state not in closed]
         before = [state for state in closed if parameters & state.names.keys()]
         if len(before) > 1:
             rank_zero_info(f"lightning_topk starts with zero residuals: {len(before)} modules were merged into one.")
@@ -161,6 +157,6 @@ class TopKStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        for _, state in self._states:
+        for state in self._states:
             state.close()
         super().teardown()

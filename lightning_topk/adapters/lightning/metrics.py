@@ -38,16 +38,7 @@ class ExchangeVolume(Metric):
     def update(
         self, uplink: int, downlink: int, dense: int, intra_node: int = 0, inter_node: int = 0, **others: int
     ) -> None:
-        """Adds the bytes of a step.
-
-        Args:
-            uplink: Bytes that this rank's worker sent to other ranks.
-            downlink: Bytes that this rank's server sent to other ranks.
-            dense: Bytes that a ring all-reduce of the same gradients sends from one rank.
-            intra_node: Bytes that the ranks of this node sent to each other, without FSDP's own.
-            inter_node: Bytes that the ranks of this node sent to other nodes.
-            **others: Other fields of a :class:`lightning_topk.volume.Volume`; ignored.
-        """
+        """Adds the bytes of a step, as :class:`lightning_topk.volume.Volume` has them; ignores its ``others``."""
         for kind, nbytes in zip(KINDS, (uplink, downlink, dense, intra_node, inter_node), strict=True):
             getattr(self, kind).add_(nbytes)
 
@@ -82,12 +73,7 @@ class CompressionError(Metric):
 
     @override
     def update(self, energy: Tensor | float, lost: Tensor | float) -> None:
-        """Adds the error of one compressed vector.
-
-        Args:
-            energy: ‖a‖², the squared norm of the vector before compression.
-            lost: ‖a - C(a)‖², the squared norm of what was not sent.
-        """
+        """Adds the error of a vector: its ``energy`` ‖a‖², and ``lost`` ‖a - C(a)‖², that of what was not sent."""
         self.energy += energy
         self.lost += lost
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning.fabric.strategies.model_parallel import _FSDPNoSync
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from typing_extensions import Unpack, override
 
 from lightning_topk.adapters.fsdp.hook import ShardState, attach, check_shardable
@@ -61,10 +60,6 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
         process_group_backend: As in ModelParallelStrategy.
         timeout: Timeout of collectives. Default: the backend's own.
         **settings: See :class:`lightning_topk.TopKStrategy`.
-
-    Raises:
-        TypeError: An argument has the wrong type or is unknown.
-        ValueError: An argument has a value that is not allowed or contradicts another argument.
     """
 
     topk_state: ShardState | None = None
@@ -107,8 +102,7 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
         if data * tensor != local:
             raise ValueError(
                 f"data_parallel_size={data} times tensor_parallel_size={tensor} is not {local}, the ranks per node: "
-                "these sizes apply to one node, and each node is a replica. Change them, or pass local_world_size=, "
-                "the number of ranks per node."
+                "each node is a replica. Change these sizes, or pass local_world_size=, the number of ranks per node."
             )
         # torch 2.9 warns about slicing the mesh of a node, which is the intended use.
         warnings.filterwarnings("ignore", message="You are attempting to slice a submesh from another submesh")
@@ -141,19 +135,11 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
         assert self.topk_state is not None
         self.topk_state.optimizers.sync()  # they exist already, see setup_optimizers
 
-    @contextmanager
     @override
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """Accumulates gradients without reducing them; they are reduced and exchanged once, with the last one."""
         assert self.model is not None
-        sharded = [part for part in self.model.modules() if isinstance(part, FSDPModule)]
-        for part in sharded:
-            part.set_requires_gradient_sync(False, recurse=False)
-        try:
-            yield
-        finally:
-            for part in sharded:
-                part.set_requires_gradient_sync(True, recurse=False)
+        return _FSDPNoSync(self.model, enabled=True)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
