@@ -10,7 +10,7 @@ the entries. The bytes of a step stay the same (:func:`lightning_topk.bucket.sha
 Within a bucket, a parameter whose gradients are far smaller than the others' would hardly be sent: the layers of a loss
 that counts little beside another one, of a critic beside its actor. So its gradient is *lifted* where it enters the
 exchange, by a power of two that leaves it below half of the bucket's root mean square, and lowered where it is
-delivered: :func:`lifts_of`. Of two losses that count 1 and 100, the first ends 15 % behind dense training then, and not
+delivered. One above a sixteenth of that is left alone (:func:`lifts_of`). Of two losses that count 1 and 100, the first ends 15 % behind dense training then, and not
 54 (``reproduce at-size --models "two losses"``).
 
 All ranks must decide alike. They know the same delivered values, but not always times the same loss scale: that of a
@@ -43,8 +43,8 @@ LEAST, MOST = 0.1, 10.0
 """Bounds of a bucket's weight."""
 LIFTED = 0.5
 """Root mean square of a parameter's lifted gradient over that of its bucket, at most."""
-HIGHEST = 10
-"""Exponent of the largest lift."""
+LOWEST, HIGHEST = 8.0, 1024.0
+"""Bounds of a lift."""
 
 
 Buckets = tuple[Bucket, ...]
@@ -142,7 +142,7 @@ def lifts_of(energies: Sequence[float], sizes: Sequence[int]) -> Sequence[float]
     pairs = [*zip(energies, sizes, strict=True)]
     square = sum(energy for energy, size in pairs if size) / max(1, sum(sizes))  # the mean of all
     ratios = [LIFTED * math.sqrt(square * size / energy) if energy * size else 1.0 for energy, size in pairs]
-    lifts = [2.0 ** min(HIGHEST, math.floor(math.log2(max(1.0, ratio)))) for ratio in ratios]
+    lifts = [min(HIGHEST, 2.0 ** math.floor(math.log2(ratio))) if ratio >= LOWEST else 1.0 for ratio in ratios]
     return lifts if max(lifts, default=1.0) > 1 else ()
 
 
