@@ -134,18 +134,14 @@ class BucketPlan:
         """Fraction of the elements that fit in a worker's payloads, at step 0."""
         return min(1.0, self.codecs().uplink.k * self.layout.shards / self.layout.numel)
 
-    def requests(self, step: int = 0, epoch: int = 0, voters: int | None = None) -> list[Request]:
+    def requests(self, codecs: Codecs, voters: int | None = None) -> list[Request]:
         """Predicts the requests of :func:`lightning_topk.core.guards.exchange`: payloads of the right size, no content.
 
         ``voters`` is the number of parameters in the bucket if some may be unused; else None.
         """
-        return self._asked(self.codecs(step, epoch), voters)
-
-    def _asked(self, codecs: Codecs, voters: int | None) -> list[Request]:
-        asked: list[Request] = []
+        asked = self.topology.requests(self, codecs)
         if voters is not None:
-            asked.append(AllGather(placeholder(-(-voters // 8)), "uplink"))
-        asked += self.topology.requests(self, codecs)
+            asked.insert(0, AllGather(placeholder(-(-voters // 8)), "uplink"))
         if self.uncompressed:
             asked.append(AllReduce(placeholder(self.uncompressed_numel * self.itemsize), "uplink"))
         return asked
@@ -156,8 +152,8 @@ class BucketPlan:
 
     def volume_of(self, codecs: Codecs, rank: int, voters: int | None) -> Volume:
         """The bytes of an exchange with these codecs."""
-        asked = (request_volume(each, rank, self.workers, self.local) for each in self._asked(codecs, voters))
-        return sum(asked, self.dense_volume)
+        asked = self.requests(codecs, voters)
+        return sum((request_volume(each, rank, self.workers, self.local) for each in asked), self.dense_volume)
 
     @cached_property
     def dense_volume(self) -> Volume:
