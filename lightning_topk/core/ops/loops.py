@@ -9,10 +9,14 @@ Numba needs no C compiler, and caches compiled code on disk. A worker sends a bu
              write_positions   in the Elias-Fano code
              add_at            e <- e - what arrives
 
-and receives it with ``read_positions``, ``read_values``, ``add_at``. ``catch_up`` adapts momentum.
-:mod:`lightning_topk.core.ops.cpu` calls them. ``layout`` is the layout, ``form`` the format of payloads, ``sample``
-says which entries to sample, ``places`` are positions in a shard. Vectors are float32. All loops are in one file, since
-numba's disk cache looks for changes in the file of the called function only, not in the files of its callees.
+    receive  read_positions
+             read_values
+             add_at            out <- out + what has arrived
+
+``catch_up`` adapts momentum. :mod:`lightning_topk.core.ops.cpu` calls all three. ``layout`` is the layout, ``form`` the
+format of payloads, ``sample`` says which entries to sample, ``places`` are positions in a shard. Vectors are float32.
+All loops are in one file, since numba's disk cache looks for changes in the file of the called function only, not in
+the files of its callees.
 """
 
 from __future__ import annotations
@@ -107,6 +111,24 @@ def send(e, x, layout, form, sample, fade, payloads):
         for i in range(k):
             value[i] = -value[i]
     add_at(e, layout, places[:, :k], values[:, :k])
+
+
+@compiled
+def receive(payloads, layout, form, share, scale, parts):
+    """Adds values, times ``share`` and ``scale``, to ``parts`` ``[parts, numel]``; returns whether all are finite."""
+    shards, finite = layout.shards, True
+    places, values = np.empty((shards, form.k), np.int32), np.empty((shards, form.k), np.float32)
+    for row in range(len(payloads)):
+        payload, shard, value = payloads[row], row % shards, values[row % shards]
+        code = payload[form.value_bytes : form.value_bytes + form.index_bytes]
+        read_positions(code, form.universe, form.low, places[shard])
+        read_values(payload, form, value)
+        for i in range(form.k):
+            value[i] = value[i] * share * scale
+            finite &= key_of(value[i]) < np.int32(0x7F800000)
+        if shard == shards - 1:
+            add_at(parts[row // shards % len(parts)], layout, places, values)
+    return finite
 
 
 @compiled
@@ -336,8 +358,7 @@ def write_integers(values, begin, form, largest, integers, payload):
 
 @compiled
 def read_values(payload, form, values):
-    """Reads all values of a payload; returns whether they are finite."""
-    infinite = 0
+    """Reads all values of a payload."""
     for begin in range(0, form.k, GROUP):
         group = values[begin : begin + GROUP]
         n = len(group)
@@ -363,9 +384,6 @@ def read_values(payload, form, values):
                     group[2 * i + 1] = np.float32(np.int8(pairs[i]) >> 4) * unit
                 if n % 2:
                     group[n - 1] = np.float32(np.int8(pairs[n // 2] << 4) >> 4) * unit
-        for i in range(n):
-            infinite += key_of(group[i]) >= np.int32(0x7F800000)
-    return infinite == 0
 
 
 @compiled
@@ -401,7 +419,7 @@ def write_positions(places, low, code):
 
 @compiled
 def read_positions(code, universe, low, places):
-    """Reads positions; returns their number, which is ``len(places)`` unless the code was damaged."""
+    """Reads positions; refuses a code of another number of them."""
     k, mask = len(places), (np.uint64(1) << np.uint64(low)) - np.uint64(1)
     low_bytes = (k * low + 7) // 8
     lows, highs = np.zeros(low_bytes // 8 + 2, np.uint64), np.zeros((len(code) - low_bytes) // 8 + 1, np.uint64)
@@ -422,7 +440,8 @@ def read_positions(code, universe, low, places):
                 at += low
             n += 1
             word &= word - np.uint64(1)
-    return n
+    if n != k:
+        raise ValueError("a payload holds too many positions, or too few: it was damaged.")
 
 
 @compiled
