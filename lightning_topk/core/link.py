@@ -213,39 +213,40 @@ def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, scratch: Tenso
     total = scratch[: codec.universe] if fits else scratch.new_zeros(codec.universe, dtype=dtype)
     workers = payloads.shape[0]
     divisor = workers if workers.bit_count() == 1 else 1  # dividing by a power of two first gives the same bits
-    if ops.receive(payloads, codec.layout, codec.form, divisor, total, ordered=ordered) is None:
-        codec.check(payloads)
-        index, value = codec.read(payloads, dtype)
-        value = value / divisor
-        if ops.on_cpu(total):  # scatter_add_ is sequential there
-            total.scatter_add_(0, index.reshape(-1), value.reshape(-1))
-        else:
-            # One worker at a time fixes the order of additions: within a worker only padding zeros share a position.
-            for worker in range(workers):
-                total.scatter_add_(0, index[worker], value[worker])
+    deliver(payloads, codec, codec.layout, total, divisor=divisor, ordered=ordered)
     return total if divisor == workers else total.div_(workers)
 
 
-def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor, scale: Tensor | None = None) -> Tensor:
+def deliver(
+    payloads: Tensor, codec: Codec, layout: Layout, out: Tensor,
+    scale: Tensor | None = None, divisor: int = 1, ordered: bool = False,
+) -> Tensor:  # fmt: skip
     """Writes the replies of all servers into the bucket, or into the parts of a node's ranks.
 
     Args:
-        payloads: ``[parts shards, P]`` uint8, for each part a row of every server.
+        payloads: ``[parts shards, P]`` uint8, for each part a row of every server; or, for a vector that is not divided
+            into shards, rows to add up.
         codec: Codec of the payloads.
         layout: How a part is split among the servers.
         out: ``[numel]`` or ``[parts, numel]`` zeros, such as a bucket that was sent.
         scale: Scalar by which the values are multiplied; None: 1.
+        divisor: Power of two by which they are divided before.
+        ordered: Whether sums must have the same bits on every rank.
 
     Returns:
         Scalar bool: whether all delivered values are finite.
     """
-    finite = ops.receive(payloads, layout, codec.form, 1, out, scale)
+    finite = ops.receive(payloads, layout, codec.form, divisor, out, scale, ordered)
     if finite is not None:
         return finite
-    codec.check(payloads)
     index, value = codec.read(payloads, torch.promote_types(out.dtype, torch.float32))
-    value = (value if scale is None else value * scale).to(out.dtype).reshape(-1)
-    row = torch.arange(len(payloads), device=out.device).unsqueeze(1)
-    flat = reference.flat_index(index, layout, row % layout.shards) + row // layout.shards * layout.numel
-    out.view(-1).scatter_add_(0, flat.view(-1), value)
+    value = value / divisor
+    value = (value if scale is None else value * scale).to(out.dtype)
+    parts, row = out.view(-1, layout.numel), torch.arange(len(payloads), device=out.device).unsqueeze(1)
+    first = row // layout.shards % len(parts) * layout.numel
+    flat = reference.flat_index(index, layout, row % layout.shards) + first
+    if ops.on_cpu(out) or len(payloads) == len(parts) * layout.shards:  # scatter_add_ is sequential on a CPU
+        flat, value = flat.view(1, -1), value.reshape(1, -1)
+    for places, values in zip(flat, value, strict=True):  # one worker at a time fixes the order of additions
+        out.view(-1).scatter_add_(0, places, values)
     return reference.is_finite(value)
