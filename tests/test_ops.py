@@ -344,14 +344,22 @@ def test_random_k_sends_no_positions():
     assert lossless.nbytes == up.nbytes
 
 
+def test_unused_slots_follow_the_selected_entries():
+    """Also the shard's last one, whose position the unused slots repeat."""
+    x = torch.tensor([0.1, 3.0, 0.2, 0.0, 2.0])
+    with mock.patch.object(TopK, "pick", return_value=torch.tensor([[-1, 1, -1, 4]])):
+        index, value = TopK().select(x, Layout(5), 4)
+    assert (index.tolist(), value.tolist()) == ([[1, 4, 4, 4]], [[3.0, 2.0, 0.0, 0.0]])
+
+
 @pytest.mark.parametrize("k", [1, 10, 5000])
 @pytest.mark.parametrize("name", ["normal", "signs", "zero", "heavy"])
 def test_a_threshold_selects_the_largest_entries_that_reach_it(name, k):
     rows = vector(name, NUMEL).view(4, -1)
     for level in (0.0, 0.5, 1.0, 3.0, 100.0):
         threshold = torch.full((4, 1), level)
-        index, largest = ops.over_threshold_index(rows, threshold, k), reference.topk_index(rows, k)
+        with mock.patch.object(TrimmedK, "threshold", return_value=threshold):
+            index, largest = TrimmedK().pick(rows, k), reference.topk_index(rows, k)
         for found, places, row in zip(index.tolist(), largest.tolist(), rows.abs().tolist(), strict=True):
-            reached = [place for place in places if row[place] >= level]
-            assert found == reached + [-1] * (k - len(reached))
+            assert found == [place if row[place] >= level else -1 for place in places]
         assert torch.equal(cpu.count_reaching(rows, threshold), reference.count_reaching(rows, threshold))
