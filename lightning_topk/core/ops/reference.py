@@ -25,15 +25,9 @@ def shard_rows(x: Tensor, layout: Layout) -> Tensor:
     """
     if layout.shards == 1:
         return x.view(1, -1)
-    length = layout.shards * layout.block
-    rows = x.new_empty(layout.shards, layout.rounds, layout.block)
-    full = layout.numel // length  # rounds without padding
-    head, tail = x.split([full * length, layout.numel % length])
-    rows[:, :full] = head.view(full, layout.shards, layout.block).transpose(0, 1)
-    if len(tail):
-        padded = torch.nn.functional.pad(tail, (0, length - len(tail)))
-        rows[:, full] = padded.view(layout.shards, layout.block)
-    return rows.view(layout.shards, -1)[:, : layout.shard_size].contiguous()
+    padding = -layout.numel % (layout.shards * layout.block)
+    turns = torch.nn.functional.pad(x, (0, padding)).view(-1, layout.shards, layout.block)
+    return turns.transpose(0, 1).reshape(layout.shards, -1)[:, : layout.shard_size].contiguous()
 
 
 def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Tensor:
@@ -56,28 +50,16 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
 def split_parts(x: Tensor, parts: NodeShards) -> Tensor:
     """Splits a bucket ``[numel]`` of any dtype among the ranks of a node: ``[count, parts.numel]``, padded with zeros.
 
-    Row l is for local rank l. A view of ``x`` if ``count`` is 1.
+    Row l is for local rank l.
     """
-    if parts.count == 1:
-        return x.view(1, -1)
-    rows: list[list[Tensor]] = [[] for _ in range(parts.count)]
-    padding = x.new_zeros(max(parts.slices))
-    for parameter, size in zip(x.split(parts.sizes), parts.slices, strict=True):
-        for local, row in enumerate(rows):
-            part = parameter[local * size : (local + 1) * size]
-            row += [part, padding[: size - len(part)]]
-    return torch.cat([part for row in rows for part in row]).view(parts.count, -1)
+    padded = (torch.nn.functional.pad(each, (0, -len(each) % parts.count)) for each in x.split(parts.sizes))
+    return torch.cat([each.view(parts.count, size) for each, size in zip(padded, parts.slices, strict=True)], dim=1)
 
 
 def join_parts(rows: Tensor, parts: NodeShards, out: Tensor) -> None:
-    """Inverse of :func:`split_parts`: overwrites ``out`` ``[numel]``, of which ``rows`` may be a view."""
-    if parts.count == 1:
-        if rows.data_ptr() != out.data_ptr():
-            out.copy_(rows[0])
-        return
+    """Inverse of :func:`split_parts`: overwrites ``out`` ``[numel]``."""
     columns = zip(parts.sizes, rows.split(parts.slices, dim=1), strict=True)
-    ends = ((size, local * column.shape[1], row) for size, column in columns for local, row in enumerate(column))
-    torch.cat([row[: max(0, size - begin)] for size, begin, row in ends], out=out)
+    torch.cat([column.reshape(-1)[:size] for size, column in columns], out=out)
 
 
 def is_finite(x: Tensor) -> Tensor:
