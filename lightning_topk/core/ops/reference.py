@@ -208,7 +208,10 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
 
 
 class Rule(NamedTuple):
-    """How the optimizer of a parameter steps, see :mod:`lightning_topk.optim.momentum`."""
+    """How the optimizer of a parameter steps, see :mod:`lightning_topk.optim.momentum`.
+
+    A number may be a scalar tensor. Comparisons do not read it, which would wait for its device.
+    """
 
     momentum: float | Tensor  # m, in (0, 1)
     weight: float | Tensor  # a, the factor of a gradient when the optimizer adds it to its momentum buffer
@@ -224,12 +227,12 @@ class Rule(NamedTuple):
     @property
     def decays(self) -> bool:
         """Whether the step reads the parameter."""
-        return _differs(self.decay, 0.0)
+        return isinstance(self.decay, Tensor) or self.decay != 0
 
     @property
     def has_squares(self) -> bool:
         """Whether the optimizer divides by a mean of squares."""
-        return _differs(self.squares, 1.0)
+        return isinstance(self.squares, Tensor) or self.squares != 1
 
     @property
     def replaces(self) -> bool:
@@ -335,16 +338,11 @@ def catch_up_(stepped: Stepped, rule: Rule, scale: Tensor | None = None, skipped
         less = rule.sign * less
         replacement.copy_(torch.where(delivered, less if scale is None else less * scale, 0.0))
     moved = torch.where(delivered, moved, 0.0)
-    if _differs(rule.steady, 0.0):
+    if isinstance(rule.steady, Tensor) or rule.steady != 0:
         moved = torch.where(delivered & first, moved, moved + rule.steady * x)
     out.copy_(moved)
     buffer.copy_(torch.where(delivered, faded * v, b))
     waited.add_((waited < 254) & taken).masked_fill_(delivered, 0)
-
-
-def _differs(factor: float | Tensor, number: float) -> bool:
-    """Whether a factor may differ from a number; a scalar tensor is not read, which would wait for its device."""
-    return isinstance(factor, Tensor) or factor != number
 
 
 NOTHING = torch.empty(0)
