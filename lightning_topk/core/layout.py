@@ -41,6 +41,11 @@ class Layout:
         return self.numel if self.shards == 1 else min(BLOCK, math.ceil(self.numel / self.shards))
 
     @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """All that decides where the elements of shards are, as compiled loops take it: numel, shards and block."""
+        return self.numel, self.shards, self.block
+
+    @cached_property
     def shard_size(self) -> int:
         """Number of elements in the first shard, the largest. The others are padded to this size."""
         return self.count_before(self.numel, 0)

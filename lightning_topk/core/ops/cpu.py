@@ -49,7 +49,7 @@ def send(
         return None
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
     sample = *sample_of(layout, form.k, SAMPLE), salts.getrandbits(31)
-    given = loops.KernelLayout.of(layout), form, sample, np.float32(fade)
+    given = layout.sizes, form, sample, np.float32(fade)
     loops.send(e.numpy(), g.numpy(), *given, payloads.numpy())
     if g is not x:
         x.zero_()
@@ -66,7 +66,7 @@ def receive(
     payloads, parts = payloads.contiguous(), out.view(-1, layout.numel).numpy()
     reference.check(payloads, form.check)
     factors = np.float32(1 / divisor), np.float32(1 if scale is None else scale)
-    return torch.tensor(loops.receive(payloads.numpy(), loops.KernelLayout.of(layout), form, *factors, parts))
+    return torch.tensor(loops.receive(payloads.numpy(), layout.sizes, form, *factors, parts))
 
 
 def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
@@ -91,7 +91,7 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
         return reference.topk_index(rows, k)
     layout, nothing = Layout(rows.shape[1]), np.empty(0, np.float32)
     sample = *sample_of(layout, k, SAMPLE), salts.getrandbits(31)
-    given = loops.KernelLayout.of(layout), k, sample, np.float32(1)
+    given = layout.sizes, k, sample, np.float32(1)
     found = [loops.add_and_select(row.contiguous().numpy(), nothing, *given)[0] for row in rows]
     return torch.from_numpy(np.concatenate([places[:, :k] for places in found]).astype(np.int64))
 
