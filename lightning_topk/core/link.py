@@ -87,14 +87,15 @@ class Step:
 
 
 FIRST = Step()
+NO_PARTS = NodeShards(())
 
 
 @dataclass(eq=False)
 class Link:
     """One lossy direction, at its sending end: compensate, select, encode, keep.
 
-    A server's link has the dtype of its receivers' output, ``delivered``: the residual includes their rounding error.
-    With a scale they round products, by errors whose mean is 0, and the residual includes none.
+    A server's link, and no worker's, has the dtype of its receivers' output, ``delivered``: the residual includes their
+    rounding error. With a scale they round products, by errors whose mean is 0, and the residual includes none.
 
     Attributes:
         sent: Payloads ``[shards, P]`` uint8 and their codec, of an exchange in progress, while nobody else has them.
@@ -107,7 +108,7 @@ class Link:
     selector: Selector
     memory: Memory
     delivered: torch.dtype | None = None
-    parts: NodeShards | None = None  # how the bucket is split, of which a worker sends a part; None at a server
+    parts: NodeShards = NO_PARTS  # how the bucket is split, of which a worker sends a part; none at a server
     function: ops.Sender | None = field(default=None, init=False)  # does the same in one pass over memory
     sent: tuple[Tensor, Codec] | None = field(default=None, init=False)
     clipped: Tensor | None = field(default=None, init=False)
@@ -132,30 +133,29 @@ class Link:
         Returns:
             Payloads ``[shards, P]`` uint8.
         """
-        parts, to, payloads = self.parts, None if step.scale is not None else self.delivered, None
-        scale, clip = (None, None) if parts is None else (step.scale, step.clip)
-        if clip is not None and parts is not None and (ops.on_cpu(x) or clip.of is not None or step.apart is not None):
-            scale, clip = self._clip(x, clip, step, parts), None
+        scale, clip = (step.scale, step.clip) if self.delivered is None else (None, None)
+        to, limit, payloads = None if step.scale is not None else self.delivered, None, None
+        if clip is not None and (ops.on_cpu(x) or clip.of is not None or step.apart is not None):
+            scale, clip = self._clip(x, clip, step), None
         if self.function is not None and not step.measure.error:
-            form, limit = codec.form if to is None else codec.format(to), None
-            if clip is not None and parts is not None:
-                limit = clip.slopes, math.sqrt(parts.count), x.new_empty(3, dtype=torch.float32)
+            form = codec.form if to is None else codec.format(to)
+            if clip is not None:
+                limit = clip.slopes, math.sqrt(self.parts.count), x.new_empty(3, dtype=torch.float32)
                 self.clipped = limit[2][1:].view(2, 1)
             payloads = self.function(x, form, to, scale, step.fade, limit)
         if payloads is None:
-            scale = scale if clip is None or parts is None else self._clip(x, clip, step, parts)
+            scale = scale if clip is None else self._clip(x, clip, step)
             payloads = self._send_by_steps(x, codec, step, scale, to)
         self.sent = payloads, codec
         return payloads
 
-    def _clip(self, x: Tensor, clip: Clip, step: Step, parts: NodeShards) -> Tensor | None:
+    def _clip(self, x: Tensor, clip: Clip, step: Step) -> Tensor | None:
         """Finds by how much a gradient exceeds its limits; returns the scalar by which it must be divided, if any."""
-        norms = clip.norms(x, parts.slices, step.scale)
-        norms = norms if parts.count == 1 else norms * math.sqrt(parts.count)
+        norms = clip.norms(x, self.parts.slices, step.scale) * math.sqrt(self.parts.count)
         self.clipped = clip.measured(norms if step.apart is None else norms.hypot(step.apart))
         excess = self.clipped[1]
         if clip.of is not None:
-            x.div_(clip.spread(excess, parts.slices))
+            x.div_(clip.spread(excess, self.parts.slices))
         elif not ops.on_cpu(x) or excess > 1:  # a CPU saves a pass over a gradient that is not clipped
             return excess[0] if step.scale is None else step.scale * excess[0]
         return step.scale
@@ -164,7 +164,7 @@ class Link:
         self, x: Tensor, codec: Codec, step: Step, scale: Tensor | None, delivered: torch.dtype | None
     ) -> Tensor:
         """Sends ``x``, divided by the scalar ``scale``."""
-        memory, sizes = self.memory, self.parts.slices if self.parts else ()
+        memory, sizes = self.memory, self.parts.slices
         if scale is not None:  # by multiplication, as a GradScaler does
             given, x = x, x.to(memory.dtype).mul_(scale.reciprocal())  # in place, or in a copy: 16 bits may underflow
             if x is not given:
