@@ -89,7 +89,9 @@ def send(e, x, layout, form, sample, fade, payloads):
         for begin in range(0, k, GROUP):
             write_values(value[begin : begin + GROUP], begin, form, integers, payload)
         write_positions(place, form.low, payload[form.value_bytes : form.value_bytes + form.index_bytes])
-        seal(payload, form)
+        payload[form.value_bytes + form.index_bytes :] = 0
+        words = payload.view(np.uint32)
+        words[-1] = np.uint32(form.check - words.sum())
         for i in range(k):
             value[i] = -value[i]
     add_at(e, layout, places[:, :k], values[:, :k])
@@ -426,14 +428,6 @@ def read_positions(code, universe, low, places):
             word &= word - np.uint64(1)
     if n != k:
         raise ValueError("a payload holds too many positions, or too few: it was damaged.")
-
-
-@compiled
-def seal(payload, form):
-    """Pads a payload, and writes the check word."""
-    payload[form.value_bytes + form.index_bytes :] = 0
-    words = payload.view(np.uint32)
-    words[-1] = np.uint32(form.check - words.sum())
 
 
 @compiled
