@@ -65,7 +65,7 @@ def receive(
         return None
     payloads, parts = payloads.contiguous(), out.view(-1, layout.numel).numpy()
     reference.check(payloads, form.check)
-    factors = np.float32(1 / divisor), np.float32(1 if scale is None else scale)
+    factors = np.float32(1 / divisor), np.float32(1 if scale is None else float(scale))
     return torch.tensor(loops.receive(payloads.numpy(), layout.sizes, form, *factors, parts))
 
 
