@@ -11,6 +11,7 @@ import fnmatch
 import math
 import re
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -23,7 +24,6 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import BucketPlan, Endpoint
 from lightning_topk.core.exchange import TOPOLOGIES
 from lightning_topk.core.layout import Layout, NodeShards, k_of
-from lightning_topk.core.requests import Volume, request_volume
 from lightning_topk.core.select import SELECTORS
 from lightning_topk.core.wire import WIRES
 from lightning_topk.schedule import Ratio, Varying
@@ -128,8 +128,7 @@ def _sending(plan: BucketPlan, entries: int) -> BucketPlan:
 
 def _counted(plan: BucketPlan) -> int:
     """Bytes of the first step that ``saving`` counts, of rank 0: the busiest."""
-    asked = (request_volume(each, 0, plan.workers, plan.local) for each in plan.requests())
-    return sum(asked, Volume()).counted(plan.topology.by_node)
+    return plan.volume().counted(plan.topology.by_node)
 
 
 def k_for_saving(plan: BucketPlan, budget: float) -> int:
@@ -144,10 +143,8 @@ def k_for_saving(plan: BucketPlan, budget: float) -> int:
     starts = sorted({1, size if plan.server_k is not None else -(-size // plan.world), size})
     low = max((start for start in starts if sent(start) <= budget), default=1)
     high = min((start for start in starts if start > low), default=low + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if sent(middle) <= budget else (low, middle)
-    return min({low, min(high, size)}, key=lambda k: abs(math.log(sent(k) / budget)))
+    low += bisect_right(range(low + 1, high), budget, key=sent)
+    return min({low, min(low + 1, size)}, key=lambda k: abs(math.log(sent(k) / budget)))
 
 
 def plan_step(
@@ -216,12 +213,12 @@ def share_out(plans: Sequence[BucketPlan], weights: Sequence[float]) -> list[Buc
 
 def _filling(plan: BucketPlan, nbytes: int) -> BucketPlan:
     """The plan that sends the most entries in payloads of at most so many bytes; one of each shard at least."""
-    shards, low, high = plan.layout.shards, 1, plan.layout.shard_size
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = _sending(plan, middle * shards).codecs().uplink.nbytes <= nbytes
-        low, high = (middle, high) if fits else (low, middle)
-    return _sending(plan, low * shards)
+    layout = plan.layout
+
+    def size(k: int) -> int:
+        return _sending(plan, k * layout.shards).codecs().uplink.nbytes
+
+    return _sending(plan, (1 + bisect_right(range(2, layout.shard_size), nbytes, key=size)) * layout.shards)
 
 
 def elements(buckets: Sequence[BucketSizes]) -> tuple[int, int]:

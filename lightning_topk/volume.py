@@ -39,9 +39,9 @@ def volume(
     ``topology="hierarchical"``, since the ranks of a node take a slice of each. With ``single_server`` rank 0 differs
     from the others. ``itemsize`` is in bytes. ``uncompressed`` has the indices of the parameters of each bucket that
     ``dense_parameters`` matches. ``parameters`` has the number of parameters in each bucket, only with
-    ``find_unused_parameters``: the ranks then exchange one bit per parameter. ``settled`` says whether they exchanged
-    the same buckets in the step before. Until then they do not know all buckets, and treat small ones like others
-    (:func:`lightning_topk.bucket.plan_step`).
+    ``find_unused_parameters``: the ranks then exchange one bit per parameter. ``settled`` says whether they know all
+    buckets: with ``find_unused_parameters`` from the start, else if they exchanged the same in the step before. Until
+    then they treat small ones like others (:func:`lightning_topk.bucket.plan_step`).
     """
     plans = plans_of(config, buckets, world, itemsize, local, uncompressed, settled)
     voters: Sequence[int | None] = list(parameters or ()) or [None] * len(plans)

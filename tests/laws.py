@@ -167,7 +167,7 @@ def simulate(
         sent_before = total
         plans = [volume(config, [numel], len(ranks), r, dtype.itemsize, step=step, local=cluster.local) for r in ranks]
         planned.append({(rank, link): getattr(plans[rank], link) for rank, link in total})
-        expected = [*map(in_words, cluster.plan.requests(step))]
+        expected = [*map(in_words, cluster.plan.requests(cluster.plan.codecs(step)))]
         assert cluster.asked == [expected] * len(ranks), "generator and arithmetic ask for different things"
         for end in cluster.endpoints:
             assert all(kept.isfinite().all() for link in end.links for kept in link.memory.tensors().values())

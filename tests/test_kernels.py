@@ -98,7 +98,6 @@ def selected(e, x, layout, k, send):
     """Positions and values that a version of a link's steps selects, read from payloads in fp32."""
     codec = Codec(WIRES["fp32"], layout.shard_size, k)
     payload = send(e, x, layout, codec)
-    codec.check(payload)
     return codec.read(payload, e.dtype)
 
 
@@ -209,7 +208,6 @@ def test_the_fused_send_keeps_residuals_finite(case, wire, dtype):
         e[::7] = x[::7] = torch.finfo(torch.float32).max
     x, before, kept = x.to(dtype), e.clone(), e.clone()
     expected, payload = separate(kept, x.clone(), layout, codec), fused(e, x, layout, codec)
-    codec.check(payload)
     assert codec.read(payload, e.dtype)[1].isnan().all() if case == "nan" else torch.equal(payload, expected)
     assert torch.equal(e, before if case == "nan" else kept)
     assert e.isfinite().all()

@@ -58,7 +58,6 @@ def test_a_decoded_payload_holds_what_the_codec_returned(wire, rows, universe, k
     payload, sent = codec.encode(index, value)
     assert payload.shape == (rows, codec.nbytes)
     assert payload.dtype == torch.uint8
-    codec.check(payload)
     read_index, read_value = codec.read(payload, torch.float32)
     assert torch.equal(read_index, index)
     assert torch.equal(read_value, sent)
@@ -74,11 +73,11 @@ def test_two_4_bit_values_share_a_byte_the_first_one_lowest():
 def test_a_payload_of_the_same_size_but_another_bucket_or_k_is_refused():
     codec, *others = (Codec(WIRES["int4"], 1000, k, tag=tag) for k, tag in ((10, 0), (9, 0), (10, 1), (9, 1)))
     payload, _ = codec.encode(positions(1000, 10), torch.ones(2, 10))
-    codec.check(payload)
+    codec.read(payload, torch.float32)
     for other in others:
         assert other.nbytes == codec.nbytes
         with pytest.raises(ValueError, match="was sent for another bucket, ratio or step"):
-            other.check(payload)
+            other.read(payload, torch.float32)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -91,7 +90,7 @@ def test_a_damaged_payload_is_refused_wherever_the_damage_is(wire, universe, k):
             damaged = payload.clone()
             damaged[1, place] ^= bit
             with pytest.raises(ValueError, match="payload from rank 1 is damaged"):
-                codec.check(damaged)
+                codec.read(damaged, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -196,8 +195,8 @@ def test_damaged_positions_under_a_valid_check_word_are_refused():
     high = (form.value_bytes + form.k * form.low // 8) // 4  # a word of high bits
     words[0, high] += (change := int(~words[0, high] & -~words[0, high]))  # its lowest zero becomes a one
     words[0, 0] -= change
-    codec.check(payload)  # the sum does not change
-    with pytest.raises(ValueError, match="holds 65 positions instead of 64: it was damaged"):
+    reference.check(payload, form.check)  # the sum does not change
+    with pytest.raises(ValueError, match="holds too many positions, or too few: it was damaged"):
         deliver(payload, codec, Layout(4096), torch.zeros(4096))
 
 
@@ -345,14 +344,22 @@ def test_random_k_sends_no_positions():
     assert lossless.nbytes == up.nbytes
 
 
+def test_unused_slots_follow_the_selected_entries():
+    """Also the shard's last one, whose position the unused slots repeat."""
+    x = torch.tensor([0.1, 3.0, 0.2, 0.0, 2.0])
+    with mock.patch.object(TopK, "pick", return_value=torch.tensor([[-1, 1, -1, 4]])):
+        index, value = TopK().select(x, Layout(5), 4)
+    assert (index.tolist(), value.tolist()) == ([[1, 4, 4, 4]], [[3.0, 2.0, 0.0, 0.0]])
+
+
 @pytest.mark.parametrize("k", [1, 10, 5000])
 @pytest.mark.parametrize("name", ["normal", "signs", "zero", "heavy"])
 def test_a_threshold_selects_the_largest_entries_that_reach_it(name, k):
     rows = vector(name, NUMEL).view(4, -1)
     for level in (0.0, 0.5, 1.0, 3.0, 100.0):
         threshold = torch.full((4, 1), level)
-        index, largest = ops.over_threshold_index(rows, threshold, k), reference.topk_index(rows, k)
+        with mock.patch.object(TrimmedK, "threshold", return_value=threshold):
+            index, largest = TrimmedK().pick(rows, k), reference.topk_index(rows, k)
         for found, places, row in zip(index.tolist(), largest.tolist(), rows.abs().tolist(), strict=True):
-            reached = [place for place in places if row[place] >= level]
-            assert found == reached + [-1] * (k - len(reached))
+            assert found == [place if row[place] >= level else -1 for place in places]
         assert torch.equal(cpu.count_reaching(rows, threshold), reference.count_reaching(rows, threshold))

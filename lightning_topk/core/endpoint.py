@@ -100,16 +100,18 @@ class BucketPlan:
         return self._codecs_at(0, 0, self.selector) if fixed and not isinstance(self.selector, RandK) else None
 
     def _codecs_at(self, step: int, epoch: int, selector: Selector) -> Codecs:
-        size = self.layout.shard_size
+        layout, size = self.layout, self.layout.shard_size
         if not self.topology.compresses:
-            everything = Codec(WIRES["fp32"], self.layout.numel, self.layout.numel)
+            everything = Codec(WIRES["fp32"], layout.numel, layout.numel)
             return Codecs(everything, everything)
+
+        def entries(k: int | Varying, name: str) -> int:
+            return k if isinstance(k, int) else layout.k_per_shard(k_of(layout.numel, ratio_at(k, step, epoch, name)))
+
         shared = partial(selector.shared_positions, step) if isinstance(selector, RandK) else None
-        up = self.k if isinstance(self.k, int) else self._k_at(self.k, step, epoch, "ratio")
-        if isinstance(self.server_k, int):
-            down = self.server_k
-        elif self.server_k is not None:
-            down = self._k_at(self.server_k, step, epoch, "server_ratio")
+        up = entries(self.k, "ratio")
+        if self.server_k is not None:
+            down = entries(self.server_k, "server_ratio")
         else:
             # Workers that draw the same positions send no others.
             down = up if shared is not None else min(size, self.world * up)
@@ -128,9 +130,6 @@ class BucketPlan:
         """Whether gradients wait in residuals."""
         return "worker" in self.feedback and not self.lossless
 
-    def _k_at(self, k: Varying, step: int, epoch: int, name: str) -> int:
-        return self.layout.k_per_shard(k_of(self.layout.numel, ratio_at(k, step, epoch, name)))
-
     def capacity(self, codecs: Codecs) -> int:
         """Elements that fit into a worker's payloads, and uncompressed ones."""
         k = codecs.uplink.k * self.layout.shards + self.uncompressed_numel // self.parts.count
@@ -140,18 +139,14 @@ class BucketPlan:
         """Fraction of the elements that fit in a worker's payloads, at step 0."""
         return min(1.0, self.codecs().uplink.k * self.layout.shards / self.layout.numel)
 
-    def requests(self, step: int = 0, epoch: int = 0, voters: int | None = None) -> list[Request]:
+    def requests(self, codecs: Codecs, voters: int | None = None) -> list[Request]:
         """Predicts the requests of :func:`lightning_topk.core.guards.exchange`: payloads of the right size, no content.
 
         ``voters`` is the number of parameters in the bucket if some may be unused; else None.
         """
-        return self._asked(self.codecs(step, epoch), voters)
-
-    def _asked(self, codecs: Codecs, voters: int | None) -> list[Request]:
-        asked: list[Request] = []
+        asked = self.topology.requests(self, codecs)
         if voters is not None:
-            asked.append(AllGather(placeholder(-(-voters // 8)), "uplink"))
-        asked += self.topology.requests(self, codecs)
+            asked.insert(0, AllGather(placeholder(-(-voters // 8)), "uplink"))
         if self.uncompressed:
             asked.append(AllReduce(placeholder(self.uncompressed_numel * self.itemsize), "uplink"))
         return asked
@@ -162,8 +157,8 @@ class BucketPlan:
 
     def volume_of(self, codecs: Codecs, rank: int, voters: int | None) -> Volume:
         """The bytes of an exchange with these codecs."""
-        asked = (request_volume(each, rank, self.workers, self.local) for each in self._asked(codecs, voters))
-        return sum(asked, self.dense_volume)
+        asked = self.requests(codecs, voters)
+        return sum((request_volume(each, rank, self.workers, self.local) for each in asked), self.dense_volume)
 
     @cached_property
     def dense_volume(self) -> Volume:
@@ -306,9 +301,7 @@ class Outcome:
     finite: Tensor  # scalar bool, the same on every rank: whether all delivered values are finite
     errors: Sequence[Tensor | None] = ()  # of each link
     per_layer: Tensor | None = None
-    norms: tuple[Tensor, Tensor] | None = (
-        None  # each [limits] float32: of this worker's gradient as it entered, delivered
-    )
+    norms: tuple[Tensor, Tensor] | None = None  # each [limits] float32: of this worker's gradient; delivered
 
 
 Exchange = Generator[Request, Any, Outcome]

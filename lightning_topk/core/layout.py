@@ -41,15 +41,14 @@ class Layout:
         return self.numel if self.shards == 1 else min(BLOCK, math.ceil(self.numel / self.shards))
 
     @cached_property
-    def rounds(self) -> int:
-        """Number of blocks of each shard; in the last round some shards may get a partial block or none."""
-        return math.ceil(self.numel / (self.block * self.shards))
+    def sizes(self) -> tuple[int, int, int]:
+        """All that decides where the elements of shards are, as compiled loops take it: numel, shards and block."""
+        return self.numel, self.shards, self.block
 
     @cached_property
     def shard_size(self) -> int:
         """Number of elements in the first shard, the largest. The others are padded to this size."""
-        last = min(self.block, self.numel - (self.rounds - 1) * self.block * self.shards)
-        return (self.rounds - 1) * self.block + last
+        return self.count_before(self.numel, 0)
 
     @cached_property
     def full_blocks(self) -> bool:

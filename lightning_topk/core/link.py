@@ -87,14 +87,15 @@ class Step:
 
 
 FIRST = Step()
+NO_PARTS = NodeShards(())
 
 
 @dataclass(eq=False)
 class Link:
     """One lossy direction, at its sending end: compensate, select, encode, keep.
 
-    A server's link has the dtype of its receivers' output, ``delivered``: the residual includes their rounding error.
-    With a scale they round products, by errors whose mean is 0, and the residual includes none.
+    A server's link, and no worker's, has the dtype of its receivers' output, ``delivered``: the residual includes their
+    rounding error. With a scale they round products, by errors whose mean is 0, and the residual includes none.
 
     Attributes:
         lifts: Powers of two by which the gradient of each parameter counts more in the selection; empty: none does.
@@ -109,7 +110,7 @@ class Link:
     selector: Selector
     memory: Memory
     delivered: torch.dtype | None = None
-    parts: NodeShards | None = None  # how the bucket is split, of which a worker sends a part; None at a server
+    parts: NodeShards = NO_PARTS  # how the bucket is split, of which a worker sends a part; none at a server
     function: ops.Sender | None = field(default=None, init=False)  # does the same in one pass over memory
     lifts: Sequence[float] = field(default=(), init=False)
     sent: tuple[Tensor, Codec] | None = field(default=None, init=False)
@@ -136,33 +137,31 @@ class Link:
         Returns:
             Payloads ``[shards, P]`` uint8.
         """
-        parts, to, payloads = self.parts, None if step.scale is not None else self.delivered, None
-        scale, clip = (None, None) if parts is None else (step.scale, step.clip)
-        apart = ops.on_cpu(x) or self.lifts or step.apart is not None
-        if clip is not None and parts is not None and (apart or clip.of is not None):
-            scale, clip = self._clip(x, clip, step, parts), None
-        if self.lifts and parts is not None:
-            lift_(x, parts.slices, self.lifts)
+        scale, clip = (step.scale, step.clip) if self.delivered is None else (None, None)
+        to, limit, payloads = None if step.scale is not None else self.delivered, None, None
+        if clip is not None and (ops.on_cpu(x) or clip.of is not None or step.apart is not None or self.lifts):
+            scale, clip = self._clip(x, clip, step), None
+        if self.lifts:
+            lift_(x, self.parts.slices, self.lifts)
         if self.function is not None and not step.measure.error:
-            form, limit = codec.form if to is None else codec.format(to), None
-            if clip is not None and parts is not None:
-                limit = clip.slopes, math.sqrt(parts.count), x.new_empty(3, dtype=torch.float32)
+            form = codec.form if to is None else codec.format(to)
+            if clip is not None:
+                limit = clip.slopes, math.sqrt(self.parts.count), x.new_empty(3, dtype=torch.float32)
                 self.clipped = limit[2][1:].view(2, 1)
             payloads = self.function(x, form, to, scale, step.fade, limit)
         if payloads is None:
-            scale = scale if clip is None or parts is None else self._clip(x, clip, step, parts)
+            scale = scale if clip is None else self._clip(x, clip, step)
             payloads = self._send_by_steps(x, codec, step, scale, to)
         self.sent = payloads, codec
         return payloads
 
-    def _clip(self, x: Tensor, clip: Clip, step: Step, parts: NodeShards) -> Tensor | None:
+    def _clip(self, x: Tensor, clip: Clip, step: Step) -> Tensor | None:
         """Finds by how much a gradient exceeds its limits; returns the scalar by which it must be divided, if any."""
-        norms = clip.norms(x, parts.slices, step.scale)
-        norms = norms if parts.count == 1 else norms * math.sqrt(parts.count)
+        norms = clip.norms(x, self.parts.slices, step.scale) * math.sqrt(self.parts.count)
         self.clipped = clip.measured(norms if step.apart is None else norms.hypot(step.apart))
         excess = self.clipped[1]
         if clip.of is not None:
-            x.div_(clip.spread(excess, parts.slices))
+            x.div_(clip.spread(excess, self.parts.slices))
         elif not ops.on_cpu(x) or excess > 1:  # a CPU saves a pass over a gradient that is not clipped
             return excess[0] if step.scale is None else step.scale * excess[0]
         return step.scale
@@ -171,7 +170,7 @@ class Link:
         self, x: Tensor, codec: Codec, step: Step, scale: Tensor | None, delivered: torch.dtype | None
     ) -> Tensor:
         """Sends ``x``, divided by the scalar ``scale``."""
-        memory, sizes = self.memory, self.parts.slices if self.parts else ()
+        memory, sizes = self.memory, self.parts.slices
         if scale is not None:  # by multiplication, as a GradScaler does
             given, x = x, x.to(memory.dtype).mul_(scale.reciprocal())  # in place, or in a copy: 16 bits may underflow
             if x is not given:
@@ -231,39 +230,40 @@ def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, scratch: Tenso
     total = scratch[: codec.universe] if fits else scratch.new_zeros(codec.universe, dtype=dtype)
     workers = payloads.shape[0]
     divisor = workers if workers.bit_count() == 1 else 1  # dividing by a power of two first gives the same bits
-    if ops.receive(payloads, codec.layout, codec.form, divisor, total, None, ordered, codec.bound) is None:
-        codec.check(payloads)
-        index, value = codec.read(payloads, dtype)
-        value = value / divisor
-        if ops.on_cpu(total):  # scatter_add_ is sequential there
-            total.scatter_add_(0, index.reshape(-1), value.reshape(-1))
-        else:
-            # One worker at a time fixes the order of additions: within a worker only padding zeros share a position.
-            for worker in range(workers):
-                total.scatter_add_(0, index[worker], value[worker])
+    deliver(payloads, codec, codec.layout, total, divisor=divisor, ordered=ordered)
     return total if divisor == workers else total.div_(workers)
 
 
-def deliver(payloads: Tensor, codec: Codec, layout: Layout, out: Tensor, scale: Tensor | None = None) -> Tensor:
+def deliver(
+    payloads: Tensor, codec: Codec, layout: Layout, out: Tensor,
+    scale: Tensor | None = None, divisor: int = 1, ordered: bool = False,
+) -> Tensor:  # fmt: skip
     """Writes the replies of all servers into the bucket, or into the parts of a node's ranks.
 
     Args:
-        payloads: ``[parts shards, P]`` uint8, for each part a row of every server.
+        payloads: ``[parts shards, P]`` uint8, for each part a row of every server; or, for a vector that is not divided
+            into shards, rows to add up.
         codec: Codec of the payloads.
         layout: How a part is split among the servers.
         out: ``[numel]`` or ``[parts, numel]`` zeros, such as a bucket that was sent.
         scale: Scalar by which the values are multiplied; None: 1.
+        divisor: Power of two by which they are divided before.
+        ordered: Whether sums must have the same bits on every rank.
 
     Returns:
         Scalar bool: whether all delivered values are finite.
     """
-    finite = ops.receive(payloads, layout, codec.form, 1, out, scale, False, codec.bound)
+    finite = ops.receive(payloads, layout, codec.form, divisor, out, scale, ordered, codec.bound)
     if finite is not None:
         return finite
-    codec.check(payloads)
     index, value = codec.read(payloads, torch.promote_types(out.dtype, torch.float32))
-    value = (value if scale is None else value * scale).to(out.dtype).reshape(-1)
-    row = torch.arange(len(payloads), device=out.device).unsqueeze(1)
-    flat = reference.flat_index(index, layout, row % layout.shards) + row // layout.shards * layout.numel
-    out.view(-1).scatter_add_(0, flat.view(-1), value)
+    value = value / divisor
+    value = (value if scale is None else value * scale).to(out.dtype)
+    parts, row = out.view(-1, layout.numel), torch.arange(len(payloads), device=out.device).unsqueeze(1)
+    first = row // layout.shards % len(parts) * layout.numel
+    flat = reference.flat_index(index, layout, row % layout.shards) + first
+    if ops.on_cpu(out) or len(payloads) == len(parts) * layout.shards:  # scatter_add_ is sequential on a CPU
+        flat, value = flat.view(1, -1), value.reshape(1, -1)
+    for places, values in zip(flat, value, strict=True):  # one worker at a time fixes the order of additions
+        out.view(-1).scatter_add_(0, places, values)
     return reference.is_finite(value)

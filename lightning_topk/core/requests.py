@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,18 +30,16 @@ class Request(ABC):
     payload: Tensor  # this rank's input
     direction: Direction
     among: Among = "all"
+    divided: ClassVar[bool] = False
+    """Whether the payload is divided into one message for each rank."""
 
     @abstractmethod
     def leaving_messages(self, rank: int, world: int, node: range) -> int:
         """Messages that ``rank`` sends to ranks outside ``node``, to which it belongs."""
 
-    def parts(self, world: int) -> int:
-        """Messages into which a payload is divided."""
-        return 1
-
     def leaving_bytes(self, rank: int, world: int, node: range) -> int:
         """Bytes of these messages."""
-        return self.leaving_messages(rank, world, node) * self.payload.nbytes // self.parts(world)
+        return self.leaving_messages(rank, world, node) * self.payload.nbytes // (world if self.divided else 1)
 
     def sent_bytes(self, rank: int, world: int) -> int:
         """Bytes that ``rank`` sends to other ranks."""
@@ -51,13 +49,11 @@ class Request(ABC):
 class AllToAll(Request):
     """Sends row s of ``payload`` ``[W, P]`` to rank s. Reply: ``[W, P]``, row r from rank r."""
 
+    divided = True
+
     @override
     def leaving_messages(self, rank: int, world: int, node: range) -> int:
         return world - len(node)
-
-    @override
-    def parts(self, world: int) -> int:
-        return world
 
 
 class AllGather(Request):
@@ -71,13 +67,11 @@ class AllGather(Request):
 class AllReduce(Request):
     """Sums ``payload`` ``[n]``, floating, over the ranks. Reply: ``[n]``, possibly in the same memory."""
 
+    divided = True
+
     @override
     def leaving_messages(self, rank: int, world: int, node: range) -> int:
         return 0 if (rank + 1) % world in node else 2 * (world - 1)  # around a ring, twice
-
-    @override
-    def parts(self, world: int) -> int:
-        return world
 
 
 class Gather(Request):

@@ -54,8 +54,8 @@ class Selector(ABC):
             _check_positions(type(self).__name__, index, layout.shard_size)
         used = index >= 0
         value = rows.gather(1, index.clamp(min=0)).masked_fill_(~used, 0)
-        index, order = torch.where(used, index, layout.shard_size - 1).sort(dim=1, stable=True)
-        return index, value.gather(1, order)
+        index, order = torch.where(used, index, layout.shard_size).sort(dim=1, stable=True)
+        return index.clamp_(max=layout.shard_size - 1), value.gather(1, order)
 
     @abstractmethod
     def pick(self, rows: Tensor, k: int) -> Tensor:
@@ -140,7 +140,8 @@ class Threshold(Selector):
 
     @override
     def pick(self, rows: Tensor, k: int) -> Tensor:
-        return ops.over_threshold_index(rows, self.threshold(rows, k), k)
+        index, threshold = ops.separate(rows).topk_index(rows, k), self.threshold(rows, k)
+        return index.masked_fill_(~(rows.gather(1, index).abs() >= threshold), -1)
 
     @abstractmethod
     def threshold(self, rows: Tensor, k: int) -> Tensor:

@@ -192,12 +192,13 @@ class Codec:
         return payload, sent
 
     def read(self, payload: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Decodes payloads ``[R, P]`` uint8 that :meth:`check` accepts.
+        """Decodes payloads ``[R, P]`` uint8; rejects damaged ones, see :func:`.reference.check`.
 
         Returns:
             Positions ``[R, k]`` int64 and values ``[R, k]`` of ``dtype``.
         """
         form, universe, k = self.form, self.universe, self.k
+        reference.check(payload, form.check)
         value = self.wire.read(payload[:, : form.value_bytes], k).to(dtype)
         if form.index_bytes:
             code = payload[:, form.value_bytes : form.value_bytes + form.index_bytes]
@@ -207,7 +208,3 @@ class Codec:
         else:
             known = self.shared(universe, k, payload.device)
         return known.expand(len(payload), -1), value
-
-    def check(self, payload: Tensor) -> None:
-        """Rejects damaged payloads ``[R, P]``; see :func:`lightning_topk.core.ops.reference.check`."""
-        reference.check(payload, self.form.check)

@@ -41,27 +41,26 @@ def fast(device: torch.device) -> Any | None:
     # count as a failure to compile: the other thread can only fail by compiling.
     executor = ThreadPoolExecutor(1)
     try:
-        version, error = executor.submit(_tried, module, device).result()
+        version = executor.submit(_compiled_once, module, device)
+        error = version.exception()
     finally:
         executor.shutdown(wait=False)
-    if error is not None:
-        FAILED[needs] = f"{type(error).__name__}: {error}"
-        warnings.warn(
-            f"lightning_topk: {needs} does not work on {device} ({FAILED[needs]}); falling back to plain torch, which "
-            "is slower.",
-            stacklevel=2,
-        )
+    if error is None:
+        return version.result()
+    FAILED[needs] = f"{type(error).__name__}: {error}"
+    warnings.warn(
+        f"lightning_topk: {needs} does not work on {device} ({FAILED[needs]}); falling back to plain torch, which is "
+        "slower.",
+        stacklevel=2,
+    )
+    return None
+
+
+def _compiled_once(module: str, device: torch.device) -> Any:
+    """Returns a fast version that has compiled and run once."""
+    version = import_module(f"lightning_topk.core.ops.{module}")
+    version.attempt(device)
     return version
-
-
-def _tried(module: str, device: torch.device) -> tuple[Any | None, Exception | None]:
-    """Returns a fast version that has compiled and run once, or the error."""
-    try:
-        version = import_module(f"lightning_topk.core.ops.{module}")
-        version.attempt(device)
-    except Exception as error:
-        return None, error
-    return version, None
 
 
 def on_cpu(x: Tensor) -> bool:
@@ -86,35 +85,24 @@ def separate(x: Tensor) -> Any:
     return (fast(x.device) if on_cpu(x) else None) or reference
 
 
-def over_threshold_index(rows: Tensor, threshold: Tensor, k: int) -> Tensor:
-    """Ascending positions ``[R, k]`` int64 of the entries of ``[R, S]`` whose magnitude reaches a threshold ``[R, 1]``.
-
-    The k largest if more than k do. Rows with fewer than k such entries end in -1.
-    """
-    index, size = separate(rows).topk_index(rows, k), rows.shape[1]
-    passed = rows.gather(1, index).abs() >= threshold
-    index = torch.where(passed, index, size).sort(dim=1).values
-    return index.masked_fill_(index == size, -1)
-
-
 class Scratch:
     """Memory of a GPU that exchanges share, one after the other in one stream: as much as the largest needs."""
 
     def __init__(self) -> None:
-        self.memory: tuple[Tensor, Tensor] | None = None  # zeros, which each leaves as zeros, and others
+        self.memory = torch.empty(0), torch.empty(0)  # zeros, which each leaves as zeros, and others
 
     def take(
         self, device: torch.device, zeros: Sequence[int], others: Sequence[int]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Returns int32 tensors of at least these sizes, the former zero; each begins at a multiple of 16 bytes."""
         sizes = [[-(-size // 4) * 4 for size in several] for several in (zeros, others)]
-        need, known = [*map(sum, sizes)], self.memory
-        now = [0, 0] if known is None or known[0].device != device else [*map(len, known)]
-        if known is None or now[0] < need[0] or now[1] < need[1]:
-            first, second = map(max, now, need)
+        need, now = [*map(sum, sizes)], [len(x) if x.device == device else 0 for x in self.memory]
+        if now[0] < need[0] or now[1] < need[1]:
+            most = [*map(max, now, need)]
             options: Any = {"dtype": torch.int32, "device": device}
-            known = self.memory = torch.zeros(first, **options), torch.empty(second, **options)
-        return known[0][: need[0]].split(sizes[0]), known[1][: need[1]].split(sizes[1])
+            self.memory = torch.zeros(most[0], **options), torch.empty(most[1], **options)
+        first, second = self.memory
+        return first[: need[0]].split(sizes[0]), second[: need[1]].split(sizes[1])
 
 
 Limit = tuple[Tensor, float, Tensor]

@@ -49,7 +49,7 @@ def send(
         return None
     payloads = torch.empty(layout.shards, form.nbytes, dtype=torch.uint8)
     sample = *sample_of(layout, form.k, SAMPLE), salts.getrandbits(31)
-    given = loops.KernelLayout.of(layout), form, sample, np.float32(fade)
+    given = layout.sizes, form, sample, np.float32(fade)
     loops.send(e.numpy(), g.numpy(), *given, payloads.numpy())
     if g is not x:
         x.zero_()
@@ -63,30 +63,10 @@ def receive(
     """See :func:`lightning_topk.core.ops.receive`, for float32. It always adds in order."""
     if out.dtype != torch.float32 or not form.bits:
         return None
-    payloads = payloads.contiguous()
-    if (payloads.numpy().view(np.int32).sum(1, dtype=np.int32) != form.check).any():
-        reference.check(payloads, form.check)  # raises: it names the rows
-    for_loops, parts = loops.KernelLayout.of(layout), out.view(-1, layout.numel).numpy()
-    finite, rows = True, layout.shards
-    places, values = np.empty((rows, form.k), np.int32), np.empty((rows, form.k), np.float32)
-    for row, payload in enumerate(payloads.numpy()):
-        place, value = places[row % rows], values[row % rows]
-        code = payload[form.value_bytes : form.value_bytes + form.index_bytes]
-        _read_positions(code, form.universe, form.low, place)
-        finite &= loops.read_values(payload, form, value)
-        if divisor > 1:
-            value /= divisor
-        if scale is not None:
-            finite &= bool(torch.from_numpy(value).mul_(scale).isfinite().all())
-        if row % rows == rows - 1:
-            loops.add_at(parts[row // rows % len(parts)], for_loops, places, values)
-    return torch.tensor(bool(finite))
-
-
-def _read_positions(code: np.ndarray, universe: int, low: int, places: np.ndarray) -> None:
-    found = loops.read_positions(code, universe, low, places)
-    if found != len(places):
-        raise ValueError(f"a payload holds {found} positions instead of {len(places)}: it was damaged.")
+    payloads, parts = payloads.contiguous(), out.view(-1, layout.numel).numpy()
+    reference.check(payloads, form.check)
+    factors = np.float32(1 / divisor), np.float32(1 if scale is None else float(scale))
+    return torch.tensor(loops.receive(payloads.numpy(), layout.sizes, form, *factors, parts))
 
 
 def elias_fano_encode(index: Tensor, universe: int, low: int) -> Tensor:
@@ -101,7 +81,7 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
     """Same as :func:`lightning_topk.core.ops.reference.elias_fano_decode`."""
     index = torch.empty(len(code), k, dtype=torch.int64)
     for row, places in zip(code.numpy(), index.numpy(), strict=True):
-        _read_positions(row, universe, low, places)
+        loops.read_positions(row, universe, low, places)
     return index
 
 
@@ -111,7 +91,7 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
         return reference.topk_index(rows, k)
     layout, nothing = Layout(rows.shape[1]), np.empty(0, np.float32)
     sample = *sample_of(layout, k, SAMPLE), salts.getrandbits(31)
-    given = loops.KernelLayout.of(layout), k, sample, np.float32(1)
+    given = layout.sizes, k, sample, np.float32(1)
     found = [loops.add_and_select(row.contiguous().numpy(), nothing, *given)[0] for row in rows]
     return torch.from_numpy(np.concatenate([places[:, :k] for places in found]).astype(np.int64))
 

@@ -9,43 +9,29 @@ Numba needs no C compiler, and caches compiled code on disk. A worker sends a bu
              write_positions   in the Elias-Fano code
              add_at            e <- e - what arrives
 
-and receives it with ``read_positions``, ``read_values``, ``add_at``. ``catch_up`` adapts momentum.
-:mod:`lightning_topk.core.ops.cpu` calls them. ``layout`` is the layout, ``form`` the format of payloads, ``sample``
-says which entries to sample, ``places`` are positions in a shard. Vectors are float32. All loops are in one file, since
-numba's disk cache looks for changes in the file of the called function only, not in the files of its callees.
+    receive  read_positions
+             read_values
+             add_at            out <- out + what has arrived
+
+``catch_up`` adapts momentum. :mod:`lightning_topk.core.ops.cpu` calls all three. ``layout`` is :attr:`.Layout.sizes`,
+``form`` the format of payloads, ``sample`` says which entries to sample, ``places`` are positions in a shard. Vectors
+are float32. All loops are in one file, since numba's disk cache looks for changes in the file of the called function
+only, not in the files of its callees.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from lightning_topk.core.layout import BLOCK, Layout
+from lightning_topk.core.layout import BLOCK
 
 BUCKETS = 1 << 12  # of a histogram of magnitudes, few enough to stay in a core's cache
 GROUP = 64  # entries written together: a block of the wire, and full words of positions of any width
 TILE = 2048  # entries whose momentum is adapted together: all their arrays stay in a core's cache
 LEAST, LARGEST = np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max  # magnitudes above zero
-
-
-class KernelLayout(NamedTuple):
-    """A layout in the form that compiled functions take."""
-
-    numel: int
-    shards: int
-    block: int
-    shard_size: int
-
-    @classmethod
-    @lru_cache(maxsize=1024)  # asked for every bucket in every step
-    def of(cls, layout: Layout) -> KernelLayout:
-        """Converts a layout."""
-        return cls(layout.numel, layout.shards, layout.block, layout.shard_size)
 
 
 def compiled(function):
@@ -98,15 +84,35 @@ def send(e, x, layout, form, sample, fade, payloads):
     places, values = add_and_select(e, x, layout, form.k, sample, fade)
     k = form.k
     integers = np.zeros(GROUP, np.int8)
-    for shard in range(layout.shards):
+    for shard in range(len(payloads)):
         payload, place, value = payloads[shard], places[shard, :k], values[shard, :k]
         for begin in range(0, k, GROUP):
             write_values(value[begin : begin + GROUP], begin, form, integers, payload)
         write_positions(place, form.low, payload[form.value_bytes : form.value_bytes + form.index_bytes])
-        seal(payload, form)
+        payload[form.value_bytes + form.index_bytes :] = 0
+        words = payload.view(np.uint32)
+        words[-1] = np.uint32(form.check - words.sum())
         for i in range(k):
             value[i] = -value[i]
     add_at(e, layout, places[:, :k], values[:, :k])
+
+
+@compiled
+def receive(payloads, layout, form, share, scale, parts):
+    """Adds values, times ``share`` and ``scale``, to ``parts`` ``[parts, numel]``; returns whether all are finite."""
+    (_, shards, _), finite = layout, True
+    places, values = np.empty((shards, form.k), np.int32), np.empty((shards, form.k), np.float32)
+    for row in range(len(payloads)):
+        payload, shard, value = payloads[row], row % shards, values[row % shards]
+        code = payload[form.value_bytes : form.value_bytes + form.index_bytes]
+        read_positions(code, form.universe, form.low, places[shard])
+        read_values(payload, form, value)
+        for i in range(form.k):
+            value[i] = value[i] * share * scale
+            finite &= key_of(value[i]) < np.int32(0x7F800000)
+        if shard == shards - 1:
+            add_at(parts[row // shards % len(parts)], layout, places, values)
+    return finite
 
 
 @compiled
@@ -118,16 +124,17 @@ def add_and_select(e, x, layout, k, sample, fade):
     A ``sample`` (see ``reference.sample_of``, and a seed) gives a threshold that slightly more than k entries of each
     shard should reach. If some shard has fewer, the sum is scanned again, for all that are not zero.
     """
-    capacity = min(k + k // 4, layout.shard_size) + 2 * BLOCK
-    places, values = np.empty((layout.shards, capacity), np.int32), np.empty((layout.shards, capacity), np.float32)
-    counts, least = np.zeros(layout.shards, np.int64), np.empty(layout.shards, np.float32)
+    _, shards, _ = layout
+    capacity = k + k // 4 + 2 * BLOCK
+    places, values = np.empty((shards, capacity), np.int32), np.empty((shards, capacity), np.float32)
+    counts, least = np.zeros(shards, np.int64), np.empty(shards, np.float32)
     least[:] = sampled_threshold(e, x, sample, fade)
     scan(e, x, layout, k, least, places, values, counts, fade)
     if (counts < k).any():
         least[:] = LEAST
         counts[:] = 0
         scan(e, x[:0], layout, k, least, places, values, counts, fade)
-    for shard in range(layout.shards):
+    for shard in range(shards):
         if counts[shard] < k:
             fill(places[shard], values[shard], counts[shard], k)
         elif counts[shard] > k:
@@ -163,10 +170,11 @@ def scan(e, x, layout, k, least, places, values, counts, fade):
     """``e = fade e + x``, and clears ``x``, unless it is empty; appends to each shard the entries from ``least`` on."""
     marks = np.zeros(BLOCK, np.uint8)
     words = marks.view(np.uint64)
-    block, capacity = min(layout.block, BLOCK), places.shape[1]
+    numel, shards, block = layout
+    block, capacity = min(block, BLOCK), places.shape[1]
     shard, turn = 0, 0
-    for begin in range(0, layout.numel, block):
-        length = min(block, layout.numel - begin)
+    for begin in range(0, numel, block):
+        length = min(block, numel - begin)
         marks[length:] = 0
         place, value, n, threshold = places[shard], values[shard], counts[shard], key_of(least[shard])
         kept = e[begin : begin + length]
@@ -192,7 +200,7 @@ def scan(e, x, layout, k, least, places, values, counts, fade):
             n, least[shard] = k, np.int32(key_of(cut) + 1).view(np.float32)
         counts[shard] = n
         shard += 1
-        if shard == layout.shards:
+        if shard == shards:
             shard = 0
             turn += block
 
@@ -336,8 +344,7 @@ def write_integers(values, begin, form, largest, integers, payload):
 
 @compiled
 def read_values(payload, form, values):
-    """Reads all values of a payload; returns whether they are finite."""
-    infinite = 0
+    """Reads all values of a payload."""
     for begin in range(0, form.k, GROUP):
         group = values[begin : begin + GROUP]
         n = len(group)
@@ -363,9 +370,6 @@ def read_values(payload, form, values):
                     group[2 * i + 1] = np.float32(np.int8(pairs[i]) >> 4) * unit
                 if n % 2:
                     group[n - 1] = np.float32(np.int8(pairs[n // 2] << 4) >> 4) * unit
-        for i in range(n):
-            infinite += key_of(group[i]) >= np.int32(0x7F800000)
-    return infinite == 0
 
 
 @compiled
@@ -401,7 +405,7 @@ def write_positions(places, low, code):
 
 @compiled
 def read_positions(code, universe, low, places):
-    """Reads positions; returns their number, which is ``len(places)`` unless the code was damaged."""
+    """Reads positions; refuses a code of another number of them."""
     k, mask = len(places), (np.uint64(1) << np.uint64(low)) - np.uint64(1)
     low_bytes = (k * low + 7) // 8
     lows, highs = np.zeros(low_bytes // 8 + 2, np.uint64), np.zeros((len(code) - low_bytes) // 8 + 1, np.uint64)
@@ -422,15 +426,8 @@ def read_positions(code, universe, low, places):
                 at += low
             n += 1
             word &= word - np.uint64(1)
-    return n
-
-
-@compiled
-def seal(payload, form):
-    """Pads a payload, and writes the check word."""
-    payload[form.value_bytes + form.index_bytes :] = 0
-    words = payload.view(np.uint32)
-    words[-1] = np.uint32(form.check - words.sum())
+    if n != k:
+        raise ValueError("a payload holds too many positions, or too few: it was damaged.")
 
 
 @compiled
@@ -440,25 +437,26 @@ def add_at(out, layout, places, values):
     Shards take turns, so that pages are written in order; a group is written while the cache lines of the next one are
     prefetched.
     """
-    block, skip, k = layout.block, layout.block * (layout.shards - 1), places.shape[1]
-    flats = np.empty((2, layout.shards, GROUP), np.int64)
-    edges, aheads = np.empty(layout.shards, np.int64), np.empty(layout.shards, np.int64)
-    for shard in range(layout.shards):
+    numel, shards, block = layout
+    skip, k = block * (shards - 1), places.shape[1]
+    flats = np.empty((2, shards, GROUP), np.int64)
+    edges, aheads = np.empty(shards, np.int64), np.empty(shards, np.int64)
+    for shard in range(shards):
         edges[shard], aheads[shard] = block, shard * block
     for begin in range(0, k + GROUP, GROUP):
         turn = begin // GROUP % 2
-        for shard in range(layout.shards):
+        for shard in range(shards):
             place, flat, edge, ahead = places[shard], flats[turn, shard], edges[shard], aheads[shard]
             for i in range(min(GROUP, k - begin)):
                 at = np.int64(place[begin + i])
                 while at >= edge:  # in a later block
                     edge += block
                     ahead += skip
-                flat[i] = min(at + ahead, layout.numel - 1)
+                flat[i] = min(at + ahead, numel - 1)
                 _prefetch(out, flat[i])
             edges[shard], aheads[shard] = edge, ahead
         if begin:
-            for shard in range(layout.shards):
+            for shard in range(shards):
                 group, flat = values[shard, begin - GROUP : min(begin, k)], flats[1 - turn, shard]
                 for i in range(len(group)):
                     out[flat[i]] += group[i]

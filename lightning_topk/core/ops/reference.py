@@ -25,15 +25,9 @@ def shard_rows(x: Tensor, layout: Layout) -> Tensor:
     """
     if layout.shards == 1:
         return x.view(1, -1)
-    length = layout.shards * layout.block
-    rows = x.new_empty(layout.shards, layout.rounds, layout.block)
-    full = layout.numel // length  # rounds without padding
-    head, tail = x.split([full * length, layout.numel % length])
-    rows[:, :full] = head.view(full, layout.shards, layout.block).transpose(0, 1)
-    if len(tail):
-        padded = torch.nn.functional.pad(tail, (0, length - len(tail)))
-        rows[:, full] = padded.view(layout.shards, layout.block)
-    return rows.view(layout.shards, -1)[:, : layout.shard_size].contiguous()
+    padding = -layout.numel % (layout.shards * layout.block)
+    turns = torch.nn.functional.pad(x, (0, padding)).view(-1, layout.shards, layout.block)
+    return turns.transpose(0, 1).reshape(layout.shards, -1)[:, : layout.shard_size].contiguous()
 
 
 def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Tensor:
@@ -56,28 +50,16 @@ def flat_index(index: Tensor, layout: Layout, shard: Tensor | None = None) -> Te
 def split_parts(x: Tensor, parts: NodeShards) -> Tensor:
     """Splits a bucket ``[numel]`` of any dtype among the ranks of a node: ``[count, parts.numel]``, padded with zeros.
 
-    Row l is for local rank l. A view of ``x`` if ``count`` is 1.
+    Row l is for local rank l.
     """
-    if parts.count == 1:
-        return x.view(1, -1)
-    rows: list[list[Tensor]] = [[] for _ in range(parts.count)]
-    padding = x.new_zeros(max(parts.slices))
-    for parameter, size in zip(x.split(parts.sizes), parts.slices, strict=True):
-        for local, row in enumerate(rows):
-            part = parameter[local * size : (local + 1) * size]
-            row += [part, padding[: size - len(part)]]
-    return torch.cat([part for row in rows for part in row]).view(parts.count, -1)
+    padded = (torch.nn.functional.pad(each, (0, -len(each) % parts.count)) for each in x.split(parts.sizes))
+    return torch.cat([each.view(parts.count, size) for each, size in zip(padded, parts.slices, strict=True)], dim=1)
 
 
 def join_parts(rows: Tensor, parts: NodeShards, out: Tensor) -> None:
-    """Inverse of :func:`split_parts`: overwrites ``out`` ``[numel]``, of which ``rows`` may be a view."""
-    if parts.count == 1:
-        if rows.data_ptr() != out.data_ptr():
-            out.copy_(rows[0])
-        return
+    """Inverse of :func:`split_parts`: overwrites ``out`` ``[numel]``."""
     columns = zip(parts.sizes, rows.split(parts.slices, dim=1), strict=True)
-    ends = ((size, local * column.shape[1], row) for size, column in columns for local, row in enumerate(column))
-    torch.cat([row[: max(0, size - begin)] for size, begin, row in ends], out=out)
+    torch.cat([column.reshape(-1)[:size] for size, column in columns], out=out)
 
 
 def is_finite(x: Tensor) -> Tensor:
@@ -226,7 +208,10 @@ def elias_fano_decode(code: Tensor, universe: int, k: int, low: int) -> Tensor:
 
 
 class Rule(NamedTuple):
-    """How the optimizer of a parameter steps, see :mod:`lightning_topk.optim.momentum`."""
+    """How the optimizer of a parameter steps, see :mod:`lightning_topk.optim.momentum`.
+
+    A number may be a scalar tensor. Comparisons do not read it, which would wait for its device.
+    """
 
     momentum: float | Tensor  # m, in (0, 1)
     weight: float | Tensor  # a, the factor of a gradient when the optimizer adds it to its momentum buffer
@@ -242,12 +227,12 @@ class Rule(NamedTuple):
     @property
     def decays(self) -> bool:
         """Whether the step reads the parameter."""
-        return _differs(self.decay, 0.0)
+        return isinstance(self.decay, Tensor) or self.decay != 0
 
     @property
     def has_squares(self) -> bool:
         """Whether the optimizer divides by a mean of squares."""
-        return _differs(self.squares, 1.0)
+        return isinstance(self.squares, Tensor) or self.squares != 1
 
     @property
     def replaces(self) -> bool:
@@ -353,16 +338,11 @@ def catch_up_(stepped: Stepped, rule: Rule, scale: Tensor | None = None, skipped
         less = rule.sign * less
         replacement.copy_(torch.where(delivered, less if scale is None else less * scale, 0.0))
     moved = torch.where(delivered, moved, 0.0)
-    if _differs(rule.steady, 0.0):
+    if isinstance(rule.steady, Tensor) or rule.steady != 0:
         moved = torch.where(delivered & first, moved, moved + rule.steady * x)
     out.copy_(moved)
     buffer.copy_(torch.where(delivered, faded * v, b))
     waited.add_((waited < 254) & taken).masked_fill_(delivered, 0)
-
-
-def _differs(factor: float | Tensor, number: float) -> bool:
-    """Whether a factor may differ from a number; a scalar tensor is not read, which would wait for its device."""
-    return isinstance(factor, Tensor) or factor != number
 
 
 NOTHING = torch.empty(0)
