@@ -298,7 +298,7 @@ def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets
 
 
 def test_gradients_far_below_the_root_mean_square_of_their_bucket_are_lifted_to_less_than_half_of_it():
-    """Those below a sixteenth, by powers of two up to 1,024. Those of uncompressed parameters do not count, and zeros are not lifted."""
+    """Those below a sixteenth, by powers of two up to 1,024; uncompressed parameters and zeros do not count."""
     sizes = [4000, 100, 100, 50, 50, 0]
     rms = [1.0, 0.06, 0.07, 0.01, 1e-9, 1e6]
     energies = energies_of(torch.cat([torch.full((n,), x) for n, x in zip(sizes, rms, strict=True)]), sizes)
