@@ -21,7 +21,7 @@ from trainers import InThisProcess, Module, fit
 
 from lightning_topk import TopKStrategy, fabric
 from lightning_topk.core.endpoint import Endpoint
-from lightning_topk.optim.optimizers import READ
+from lightning_topk.optim.clips import READ
 
 WARM = [0.0, 0.01, 0.1, 1.0, 1.0, 0.5, 0.005, 1.0]
 """Factors of the rate: a warm-up from 0, a decay, and a restart."""

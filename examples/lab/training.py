@@ -222,12 +222,9 @@ class Workers:
         self.cluster = Cluster(config, workers, numel, **options)
         self.sent_bytes = self.cluster.sent_bytes
         gradient = torch.empty(numel, device="meta")
-        told = [max_norm] if max_norm and self.cluster.plan.waits else []
-        self._clippings = [Clipping(workers) for _ in range(workers if told else 0)]
+        self._told = ([max_norm] if max_norm and self.cluster.plan.waits else []), {gradient: 0}
+        self._clippings = [Clipping(workers) for _ in range(workers if self._told[0] else 0)]
         self._buckets = [Bucket((gradient,)) for _ in range(workers)]
-        numbers = {gradient: 0}
-        for each in self._clippings:
-            each.tell(told, numbers)
         self._rate: float | None = None  # at which what waits counts
         self._shares = Shares() if config.saving is not None and self.cluster.plan.waits else None
 
@@ -237,7 +234,7 @@ class Workers:
         if self._shares is not None:
             self._lift(self._shares, gradients[0])
         for each in self._clippings:
-            each.begin_pass()
+            each.begin_pass(*self._told)
         mine = [*zip(self._clippings, self._buckets, strict=False)]  # none if nothing was told
         clips = [each.of(bucket, gradients[0].device) for each, bucket in mine]
         delivered = self.cluster.step(gradients, epoch, fade=fade, clips=clips)

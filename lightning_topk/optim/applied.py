@@ -104,13 +104,15 @@ class Clipping:
         self._seen: dict[int, Tensor] = {}  # by number of a limit, see `note`
         self._changed: Tensor | float = 1.0  # [limits], the factor by which the user changes gradients before clipping
 
-    def tell(self, limits: Sequence[float], number_of: Mapping[Tensor, int]) -> None:
-        """Sets the limits, and the numbers of those of all members of buckets."""
+    def begin_pass(self, limits: Sequence[float], number_of: Mapping[Tensor, int]) -> None:
+        """Sets the limits of a pass, and the numbers of those of all members of buckets."""
         if number_of is not self._number_of:
             self._reset()
         if limits != self.limits:
             self._inverses = None
         self.limits, self._number_of = limits, number_of
+        if self._folded is not None:
+            self._estimate(*self._folded)
 
     def note(self, number: int, norm: Tensor) -> None:
         """Takes the norm of the gradients that the user clips, before that: they may have been changed since backward.
@@ -141,11 +143,9 @@ class Clipping:
         self._folded = buckets, means, squares[:, 1]
 
     @torch.no_grad()
-    def begin_pass(self) -> None:
+    def _estimate(self, buckets: Sequence[Bucket], means: Tensor, delivered: Tensor) -> None:
         """Estimates the slopes of the buckets of the last pass."""
-        if self._folded is None:
-            return
-        (buckets, means, delivered), self._folded = self._folded, None
+        self._folded = None
         ops.use_here(means, delivered)
         entered, arrived = means.unbind(1)
         mean = arrived.clamp(entered / self._workers, entered)  # of pure noise, and without any

@@ -77,8 +77,7 @@ class UserClipping:
         else:
             known = told or [self._limits.get(each, self.first) for each in self._ids]
             limits = [*(limit or math.inf for limit in known), math.inf]  # the last is that of other parameters
-        self.estimate.tell(limits if min(limits) < math.inf else (), self._number_of)
-        self.estimate.begin_pass()
+        self.estimate.begin_pass(limits if min(limits) < math.inf else (), self._number_of)
 
     def clip(self, optimizer: Optimizer, max_norm: float, clip: Callable[[float], Tensor]) -> Tensor:
         """The user's clipping of an optimizer's gradients to a norm, by a function that returns the norm before.

@@ -45,7 +45,7 @@ def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) ->
 
 def _listed(found: Any) -> list[Optimizer]:
     """What a user's function returned, as a list of optimizers."""
-    several: list[Any] = [found] if _is_optimizer(found) else [*found] if isinstance(found, Iterable) else [None]
+    several: list[Any] = [*found] if isinstance(found, Iterable) else [found]
     if not all(map(_is_optimizer, several)):
         raise TypeError(
             f"the function optimizer= returned {found!r:.200}, but must return a list of torch optimizers; an empty "
@@ -147,10 +147,10 @@ class Optimizers(Watch):
         if exist:
             self.sync()
 
-    @override
     def begin_pass(self) -> None:
+        """Begins a backward pass that is exchanged."""
         optimizers = self.sync()
-        super().begin_pass()
+        self.exchanged = self._pending = True
         self.adapted = self.compressed
         if self.rates is not None:
             now = tuple(rate_of(group) for each in optimizers for group in each.param_groups)

@@ -96,10 +96,6 @@ class Watch:
 
     # -------------------------------------------------------------------------------- events
 
-    def begin_pass(self) -> None:
-        """Begins a backward pass that is exchanged."""
-        self.exchanged = self._pending = True
-
     def end_pass(self) -> None:
         """Ends a backward pass, which delivers its gradients."""
         for each in self.watched:

@@ -72,11 +72,10 @@ class Shares:
     def __init__(self, device: torch.device = CPU, shards: dist.ProcessGroup | None = None) -> None:
         self._device, self._shards = device, shards
         self._passes: dict[Buckets, _Passes] = {}
-
-    @property
-    def measures(self) -> bool:
+        self.measures = False
         """Whether the next pass should be measured."""
-        return any(each.due - each.count <= WINDOW for each in self._passes.values())
+        self.due: list[Buckets] = []
+        """The buckets about which it is time to decide."""
 
     def end_pass(self, buckets: Buckets) -> list[Bucket]:
         """Counts a pass. It ends what was decided about other buckets of the same parameters, which it returns."""
@@ -89,7 +88,14 @@ class Shares:
             self._passes[buckets] = _Passes()
         if buckets:
             self._passes[buckets].count += 1
-        return [bucket for each in ended for bucket in each]
+        self._plan()
+        return [bucket for each in ended for bucket in each] if ended else []
+
+    def _plan(self) -> None:
+        self.measures, self.due = False, []
+        for buckets, passes in self._passes.items():
+            self.measures |= passes.due - passes.count <= WINDOW
+            self.due += [buckets] * (passes.count >= passes.due)
 
     def fold(self, buckets: Buckets, energies: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Takes the energies of the buckets of a pass: as delivered, a scalar, and by parameter as they entered."""
@@ -98,11 +104,6 @@ class Shares:
         delivered, entered = zip(*energies, strict=True)
         members = [(bucket, number) for bucket, its in zip(buckets, entered, strict=True) for number in range(len(its))]
         passes.measured.append(([*buckets, *members], torch.cat([torch.stack(delivered), *entered])))
-
-    @property
-    def due(self) -> list[Buckets]:
-        """The buckets about which it is time to decide."""
-        return [buckets for buckets, passes in self._passes.items() if passes.count >= passes.due]
 
     def decide(self, sizes: Mapping[Bucket, Sequence[int]]) -> tuple[list[float], list[Sequence[float]]]:
         """The weight of each bucket's bytes, none without any energy; and the lifts of its parameters.
@@ -115,6 +116,7 @@ class Shares:
         for places, values in ((places, energies.tolist()) for places, energies in passes.measured):
             rows += [dict(zip(places, values, strict=True))] if all(map(math.isfinite, values)) else []
         passes.due, passes.measured = passes.due + min(passes.due, LAST), []
+        self._plan()
 
         def usual(place: Any) -> float:
             used = [energy for row in rows if (energy := row.get(place, 0.0))]

@@ -199,7 +199,8 @@ class HookState:
         now.ready = ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
         same = tuple(buckets) == self.last_buckets
         self._unchanged = self._unchanged + 1 if same else 0
-        self.buckets.forget_shares(self.shares.end_pass(tuple(buckets)))
+        if ended := self.shares.end_pass(tuple(buckets)):
+            self.buckets.forget_shares(ended)
         self.telemetry.end_pass(now)  # from now on, any thread may fold it
         self.optimizers.end_pass()
         self.optimizers.clipping.exchanged = now.clips
