@@ -11,7 +11,7 @@ Within a bucket, a parameter whose gradients are far smaller than the others' wo
 that counts little beside another one, of a critic beside its actor. So its gradient is *lifted* where it enters the
 exchange, by a power of two that leaves it below half of the bucket's root mean square, and lowered where it is
 delivered. One above a sixteenth of that is left alone (:func:`lifts_of`). Of two losses that count 1 and 100, the first
-ends 15 % behind dense training then, and not 54 (``reproduce at-size --models "two losses"``).
+ends 16 % behind dense training then, and not 54 (``reproduce at-size --models "two losses"``).
 
 All ranks must decide alike. They know the same delivered values, but not always times the same loss scale: that of a
 rank that has run out of data stays behind. So rank 0 decides.
