@@ -49,10 +49,14 @@ def left_out(rank: int, say: Say, case: str) -> None:
 
 
 def of_other_ranks(rank: int, say: Say, case: str) -> None:
-    """Each rank's inner optimizer steps the rank's own parameters."""
+    """Each rank's inner optimizer steps the rank's own parameters. It may be passed as a function."""
     net = four_layers()
     sharded = ZeroRedundancyOptimizer(net.parameters(), SGD, lr=0.1, momentum=0.9)
-    train(attached(net, ratio=0.1, optimizer=sharded.optim, announce=say)[0], rank, range(4), sharded)
+    inner = {"passed": sharded.optim, "returned": lambda: [sharded.optim], "later on a rank": lambda: several}[case]
+    several = [sharded.optim] * rank
+    model, _ = attached(net, ratio=0.1, optimizer=inner, announce=say)
+    several = [sharded.optim]
+    train(model, rank, range(4), sharded)
 
 
 def over_two_models(rank: int, say: Say, case: str) -> None:
@@ -226,7 +230,8 @@ CASES = [
     (bypassed, "attached", None),
     *((left_out, case, "left out") for case in ("some", "in another optimizer")),
     *((left_out, case, None) for case in ("all", "frozen", "dense")),
-    (of_other_ranks, "", "unequal"),
+    *((of_other_ranks, case, "unequal") for case in ("passed", "returned")),
+    (of_other_ranks, "later on a rank", None),
     (over_two_models, "one optimizer", "shared"),
     (over_two_models, "two optimizers", None),
     *((replaced, case, "other") for case in ("before", "after", "never passed")),

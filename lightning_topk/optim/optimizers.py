@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -122,12 +122,17 @@ class Optimizers(Watch):
         return dict(zip(self._held_by_optimizers(names), names.values(), strict=True))
 
     def start(self, exist: bool, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Compares the optimizers on all ranks, and checks them if they exist by now. A collective, at attach.
+        """Compares the optimizers on all ranks, and checks them if they ``exist`` by now. A collective, at attach.
 
-        A step that is adapted on one rank only would move the ranks' weights apart.
+        Those that a function returns are compared if all ranks have some already. A step that is adapted on one rank
+        only would move the ranks' weights apart.
         """
         if self._config.compresses:
-            now, names, where = self._now() if exist else [], self._names(), (device, group)
+            now, names, where = list[Optimizer](), self._names(), (device, group)
+            with nullcontext() if exist else suppress(Exception):  # of a function that fails until they exist
+                now = self._now()
+            if not all(gathered(exist or bool(now), *where)) and not exist:
+                now = []
             kinds = [type(each).__name__ for each in now] or ("missing" if exist else "a function")
             same = {"optimizer=": kinds, "max_norm=": self.clipping.max_norm}
             check_agreement(same, "Pass the same optimizer= and max_norm= on every rank.", *where)
