@@ -97,6 +97,7 @@ class Link:
     With a scale they round products, by errors whose mean is 0, and the residual includes none.
 
     Attributes:
+        sizes: Elements of each parameter in its vector, which may end in padding.
         lifts: Powers of two by which the gradient of each parameter counts more in the selection; empty: none does.
             The memory is in these units.
         sent: Payloads ``[shards, P]`` uint8 and their codec, of an exchange in progress, while nobody else has them.
@@ -109,6 +110,7 @@ class Link:
     selector: Selector
     memory: Memory
     delivered: torch.dtype | None = None
+    sizes: Sequence[int] = ()
     parts: NodeShards | None = None  # how the bucket is split, of which a worker sends a part; None at a server
     function: ops.Sender | None = field(default=None, init=False)  # does the same in one pass over memory
     lifts: Sequence[float] = field(default=(), init=False)
@@ -142,7 +144,7 @@ class Link:
         if clip is not None and parts is not None and (apart or clip.of is not None):
             scale, clip = self._clip(x, clip, step, parts), None
         if self.lifts and parts is not None:
-            lift_(x, parts.slices, self.lifts)
+            multiply_(x, self.sizes, self.lifts)
         if self.function is not None and not step.measure.error:
             form, limit = codec.form if to is None else codec.format(to), None
             if clip is not None and parts is not None:
@@ -171,7 +173,7 @@ class Link:
         self, x: Tensor, codec: Codec, step: Step, scale: Tensor | None, delivered: torch.dtype | None
     ) -> Tensor:
         """Sends ``x``, divided by the scalar ``scale``."""
-        memory, sizes = self.memory, self.parts.slices if self.parts else ()
+        memory, sizes = self.memory, self.sizes
         if scale is not None:  # by multiplication, as a GradScaler does
             given, x = x, x.to(memory.dtype).mul_(scale.reciprocal())  # in place, or in a copy: 16 bits may underflow
             if x is not given:
@@ -184,9 +186,9 @@ class Link:
         if step.measure.error:
             rest = a.index_add(0, flat, arrives, alpha=-1)
             if self.lifts:
-                a, rest = (lift_(each, sizes, [1 / lift for lift in self.lifts]) for each in (a.clone(), rest))
+                a, rest = (multiply_(each, sizes, [1 / lift for lift in self.lifts]) for each in (a.clone(), rest))
             self.error = _energies([a, rest])
-            if step.measure.per_layer and sizes:
+            if step.measure.per_layer and self.parts is not None:
                 count = torch.stack([changed.count_nonzero() for changed in (a != rest).split(sizes)]).double()
                 self.per_layer = torch.stack([_energies(a.split(sizes)), _energies(rest.split(sizes)), count])
         memory.keep(flat, arrives)
@@ -201,12 +203,12 @@ class Link:
             self.memory.keep(reference.flat_index(index, self.layout).view(-1), -value.view(-1))
 
 
-def lift_(x: Tensor, sizes: Sequence[int], lifts: Sequence[float]) -> Tensor:
-    """Multiplies the elements ``[numel]`` of parameters of ``sizes`` by a power of two each, which rounds nothing."""
-    lifted = [(part, lift) for part, lift in zip(x.split([*sizes]), lifts, strict=True) if lift != 1]
-    if lifted:
-        parts, factors = zip(*lifted, strict=True)
-        torch._foreach_mul_(parts, factors)
+def multiply_(x: Tensor, sizes: Sequence[int], factors: Sequence[float]) -> Tensor:
+    """Multiplies parameters of ``sizes`` by a factor each; ``x`` ``[numel]`` may end in padding. Returns ``x``."""
+    parts = x[: sum(sizes)].split([*sizes])
+    changed = [(part, factor) for part, factor in zip(parts, factors, strict=True) if factor != 1]
+    if changed:
+        torch._foreach_mul_(*zip(*changed, strict=True))
     return x
 
 
