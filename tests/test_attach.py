@@ -461,6 +461,14 @@ def test_a_loss_of_small_weight_is_lifted_and_nothing_is_lost(rank, world):
 
 
 @on_ranks(2)
+def test_without_saving_nothing_is_decided_about_shares(rank, world):
+    model, state = attached(four_layers(), ratio=0.1)
+    with mock.patch.object(type(state), "_share_out") as share_out:
+        train(model, rank, range(18))
+    assert not share_out.called
+
+
+@on_ranks(2)
 def test_a_rank_without_data_shares_bytes_out_as_the_others_do(rank, world):
     """Its learning rate stays behind."""
     torch.manual_seed(0)

@@ -147,7 +147,7 @@ class HookState:
             telemetry.timing,
             waits,
             clips=any(self.buckets.plan_of(bucket).waits for bucket in self.last_buckets),
-            weighs=self.config.saving is not None and self.world > 1 and self.shares.measures,
+            weighs=self.shares.measures,
         )
 
     def _share_out(self, buckets: tuple[Bucket, ...]) -> None:
@@ -199,7 +199,8 @@ class HookState:
         now.ready = ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
         same = tuple(buckets) == self.last_buckets
         self._unchanged = self._unchanged + 1 if same else 0
-        self.buckets.forget_shares(self.shares.end_pass(tuple(buckets)))
+        if self.config.saving is not None and self.world > 1:
+            self.buckets.forget_shares(self.shares.end_pass(tuple(buckets)))
         self.telemetry.end_pass(now)  # from now on, any thread may fold it
         self.optimizers.end_pass()
         self.optimizers.clipping.exchanged = now.clips
