@@ -23,7 +23,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,17 +48,17 @@ HIGHEST = 10
 
 Buckets = tuple[Bucket, ...]
 """All buckets of a pass."""
+Energies = Mapping[Bucket, tuple[Tensor, Tensor]]
+"""Of each bucket that is not empty, what was delivered, a scalar, and what entered by parameter, ``[parameters]``."""
 
 
 @dataclass
 class _Passes:
-    """The passes of the same buckets."""
+    """The passes of the same buckets, and the energies of those that were measured since the last decision."""
 
     count: int = 0
     due: int = FIRST  # at which count it is time to decide
-    measured: list[tuple[Sequence[Any], Tensor]] = field(
-        default_factory=list
-    )  # of a pass, what has energies, and these
+    measured: list[Energies] = field(default_factory=list)
 
 
 class Shares:
@@ -73,10 +72,9 @@ class Shares:
         self._device, self._shards = device, shards
         self._passes: dict[Buckets, _Passes] = {}
 
-    @property
-    def measures(self) -> bool:
-        """Whether the next pass should be measured."""
-        return any(each.due - each.count <= WINDOW for each in self._passes.values())
+    def measures(self, first: Bucket) -> bool:
+        """Whether the pass that begins with this bucket should be measured."""
+        return any(each.due - each.count <= WINDOW for buckets, each in self._passes.items() if buckets[0] is first)
 
     def end_pass(self, buckets: Buckets) -> list[Bucket]:
         """Counts a pass. It ends what was decided about other buckets of the same parameters, which it returns."""
@@ -91,13 +89,10 @@ class Shares:
             self._passes[buckets].count += 1
         return [bucket for each in ended for bucket in each]
 
-    def fold(self, buckets: Buckets, energies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Takes the energies of the buckets of a pass: as delivered, a scalar, and by parameter as they entered."""
-        if (passes := self._passes.get(buckets)) is None:
-            return
-        delivered, entered = zip(*energies, strict=True)
-        members = [(bucket, number) for bucket, its in zip(buckets, entered, strict=True) for number in range(len(its))]
-        passes.measured.append(([*buckets, *members], torch.cat([torch.stack(delivered), *entered])))
+    def fold(self, buckets: Buckets, energies: Energies) -> None:
+        """Takes the energies of a pass."""
+        if (passes := self._passes.get(buckets)) is not None:
+            passes.measured.append(energies)
 
     @property
     def due(self) -> list[Buckets]:
@@ -108,21 +103,20 @@ class Shares:
         """The weight of each bucket's bytes, none without any energy; and the lifts of its parameters.
 
         ``sizes`` are the elements of each parameter of the buckets that are compressed. Buckets and parameters count
-        with the passes that used them; a bucket that none used has the weight 1. Waits for the device.
+        with the passes that used them. Of those that none used, a bucket has the weight 1, and a parameter keeps its
+        lift. Waits for the device.
         """
-        rows: list[dict[Any, float]] = []
         passes = self._passes[tuple(sizes)]
-        for places, values in ((places, energies.tolist()) for places, energies in passes.measured):
-            rows += [dict(zip(places, values, strict=True))] if all(map(math.isfinite, values)) else []
-        passes.due, passes.measured = passes.due + min(passes.due, LAST), []
-
-        def usual(place: Any) -> float:
-            used = [energy for row in rows if (energy := row.get(place, 0.0))]
-            return fmean(used) if used else 0.0
-
-        numels = {bucket: sum(each) for bucket, each in sizes.items()}
-        lifts = [lifts_of([usual((bucket, n)) for n in range(len(each))], each) for bucket, each in sizes.items()]
-        return self._weights([*map(usual, numels)], numels), lifts
+        measured, passes.measured, passes.due = passes.measured, [], passes.due + min(passes.due, LAST)
+        rows = [torch.cat([x.view(-1) for pair in each.values() for x in pair]).tolist() for each in measured]
+        rows = [row for row in rows if all(map(math.isfinite, row))]
+        usual = iter([fmean([*filter(None, column)] or [0.0]) for column in zip(*rows, strict=True)])
+        energies = {bucket: [0.0] * (1 + len(its)) for bucket, its in sizes.items()}
+        for bucket in measured[0] if rows else ():
+            energies[bucket] = [next(usual) for _ in energies[bucket]]
+        lifts = [lifts_of(energies[bucket][1:], its, bucket.lifts) for bucket, its in sizes.items()]
+        numels = {bucket: sum(its) for bucket, its in sizes.items()}
+        return self._weights([delivered for delivered, *_ in energies.values()], numels), lifts
 
     def _weights(self, mine: list[float], numels: Mapping[Bucket, int]) -> list[float]:
         shards = [mine] if self._shards is None else gathered(mine, self._device, self._shards)
@@ -134,15 +128,18 @@ class Shares:
         return [min(MOST, max(LEAST, density ** (5 / 8))) for density in densities]
 
 
-def lifts_of(energies: Sequence[float], sizes: Sequence[int]) -> Sequence[float]:
+def lifts_of(energies: Sequence[float], sizes: Sequence[int], before: Sequence[float] = ()) -> Sequence[float]:
     """How much to lift the gradient of each parameter, from its energy in a worker and its compressed elements.
 
-    See :attr:`.Link.lifts`.
+    See :attr:`.Link.lifts`. A parameter without energy is lifted as ``before``.
     """
     pairs = [*zip(energies, sizes, strict=True)]
     square = sum(energy for energy, size in pairs if size) / max(1, sum(sizes))  # the mean of all
-    ratios = [LIFTED * math.sqrt(square * size / energy) if energy * size else 1.0 for energy, size in pairs]
-    lifts = [2.0 ** min(HIGHEST, math.floor(math.log2(max(1.0, ratio)))) for ratio in ratios]
+    lifts = [*before] or [1.0] * len(sizes)
+    for number, (energy, size) in enumerate(pairs):
+        if energy * size:
+            ratio = LIFTED * math.sqrt(square * size / energy)
+            lifts[number] = 2.0 ** min(HIGHEST, math.floor(math.log2(max(1.0, ratio))))
     return lifts if max(lifts, default=1.0) > 1 else ()
 
 

@@ -147,7 +147,6 @@ class HookState:
             telemetry.timing,
             waits,
             clips=any(self.buckets.plan_of(bucket).waits for bucket in self.last_buckets),
-            weighs=self.shares.measures,
         )
 
     def _share_out(self, buckets: tuple[Bucket, ...]) -> None:
@@ -173,6 +172,8 @@ class HookState:
         lane, now = self._lane or self.lane(gradient.device), self.current or self._outside_pass("exchange")
         bucket, clipping, clip = self.buckets.find(parameters), self.optimizers.clipping.estimate, None
         plan = self.buckets.plan_of(bucket)
+        if not now.buckets:
+            now.weighs = self.shares.measures(bucket)
         now.buckets.append(bucket)
         if plan.topology.compresses and plan.lossless:
             self.optimizers.expect_all_of(bucket)
