@@ -255,7 +255,7 @@ class Workers:
                 end.lift(lifts)
         if shares.measures(bucket):
             entered = energies_of(gradient, self.cluster.plan.parts.sizes)
-            shares.fold((bucket,), {bucket: (entered.sum(), entered)})
+            shares.fold((bucket,), {bucket: torch.stack([entered, entered])})
         shares.end_pass((bucket,))
 
 

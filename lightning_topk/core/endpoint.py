@@ -78,13 +78,6 @@ class BucketPlan:
         """Number of uncompressed elements in the bucket."""
         return sum(self.parts.sizes[number] for number in self.uncompressed)
 
-    def compressed_part(self, g: Tensor) -> Tensor:
-        """The elements of compressed parameters of a bucket ``[numel]``; zero if there are none."""
-        if not self.uncompressed:
-            return g
-        pieces = [x for number, x in enumerate(g.split(self.parts.sizes)) if number not in self.uncompressed]
-        return torch.cat([*pieces, g.new_zeros(1)])
-
     def codecs(self, step: int = 0, epoch: int = 0, selector: Selector | None = None) -> Codecs:
         """Returns the codecs for the payloads of a step.
 

@@ -20,8 +20,9 @@ rank that has run out of data stays behind. So rank 0 decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from statistics import fmean
 
 import torch
@@ -35,8 +36,6 @@ FIRST, LAST = 8, 1024
 """Passes until the first decision; each later one comes after twice as many, at most after ``LAST``."""
 WINDOW = 8
 """Passes that are measured before a decision."""
-SAMPLE = 1 << 15
-"""Elements of a bucket from which its energy is estimated, up to twice as many."""
 CPU = torch.device("cpu")
 LEAST, MOST = 0.1, 10.0
 """Bounds of a bucket's weight."""
@@ -48,8 +47,9 @@ HIGHEST = 10
 
 Buckets = tuple[Bucket, ...]
 """All buckets of a pass."""
-Energies = Mapping[Bucket, tuple[Tensor, Tensor]]
-"""Of each bucket that is not empty, what was delivered, a scalar, and what entered by parameter, ``[parameters]``."""
+Energies = Mapping[Bucket, Tensor]
+"""Of each bucket that is not empty, the energies of its parameters as they entered in this worker and as delivered:
+``[2, parameters]``, not finite if what was delivered is not."""
 
 
 @dataclass
@@ -108,24 +108,29 @@ class Shares:
         """
         passes = self._passes[tuple(sizes)]
         measured, passes.measured, passes.due = passes.measured, [], passes.due + min(passes.due, LAST)
-        rows = [torch.cat([x.view(-1) for pair in each.values() for x in pair]).tolist() for each in measured]
-        rows = [row for row in rows if all(map(math.isfinite, row))]
-        usual = iter([fmean([*filter(None, column)] or [0.0]) for column in zip(*rows, strict=True)])
-        energies = {bucket: [0.0] * (1 + len(its)) for bucket, its in sizes.items()}
-        for bucket in measured[0] if rows else ():
-            energies[bucket] = [next(usual) for _ in energies[bucket]]
-        lifts = [lifts_of(energies[bucket][1:], its, bucket.lifts) for bucket, its in sizes.items()]
-        numels = {bucket: sum(its) for bucket, its in sizes.items()}
-        return self._weights([delivered for delivered, *_ in energies.values()], numels), lifts
+        rows = [{bucket: energies.tolist() for bucket, energies in each.items()} for each in measured]
+        rows = [row for row in rows if all(math.isfinite(sum(map(sum, pair))) for pair in row.values())]
+        delivered, lifts = list[float](), list[Sequence[float]]()
+        for bucket, its in sizes.items():
+            found = [row[bucket] for row in rows if bucket in row]
+            entered = [_usual(energies) for energies in zip(*(mine for mine, _ in found), strict=True)]
+            lifts.append(lifts_of(entered or [0.0] * len(its), its, bucket.lifts))
+            delivered.append(_usual(sum(compress(mean, its)) for _, mean in found))
+        return self._weights(delivered, [*map(sum, sizes.values())]), lifts
 
-    def _weights(self, mine: list[float], numels: Mapping[Bucket, int]) -> list[float]:
+    def _weights(self, mine: list[float], numels: Sequence[int]) -> list[float]:
         shards = [mine] if self._shards is None else gathered(mine, self._device, self._shards)
-        pairs = [*zip(map(sum, zip(*shards, strict=True)), numels.values(), strict=True)]
-        total, count = sum(energy for energy, numel in pairs if numel), sum(numels.values())
+        pairs = [*zip(map(sum, zip(*shards, strict=True)), numels, strict=True)]
+        total, count = sum(energy for energy, _ in pairs), sum(numels)
         if not total:
             return []
         densities = [energy / numel * (count / total) if energy * numel else 1.0 for energy, numel in pairs]
         return [min(MOST, max(LEAST, density ** (5 / 8))) for density in densities]
+
+
+def _usual(energies: Iterable[float]) -> float:
+    """The mean of those that are not 0; 0 if there are none."""
+    return fmean([*filter(None, energies)] or [0.0])
 
 
 def lifts_of(energies: Sequence[float], sizes: Sequence[int], before: Sequence[float] = ()) -> Sequence[float]:
@@ -145,11 +150,5 @@ def lifts_of(energies: Sequence[float], sizes: Sequence[int], before: Sequence[f
 
 def energies_of(g: Tensor, sizes: Sequence[int]) -> Tensor:
     """The sum of squares of each parameter's elements of ``g`` ``[numel]``: ``[parameters]``, floating."""
-    wide = torch.promote_types(g.dtype, torch.float32)
+    wide = torch.promote_types(g.dtype, torch.float32)  # on a CPU, float64 sums of float32 take 20 times as long
     return torch.stack(torch._foreach_norm(g.split([*sizes]), 2, wide)).square()
-
-
-def energy(g: Tensor) -> Tensor:
-    """The sum of squares of ``g`` ``[numel]``, scalar float64, estimated from elements at equal distances."""
-    some = g[:: g.numel() // SAMPLE | 1]  # an odd distance meets all columns of most matrices
-    return torch.linalg.vector_norm(some, dtype=torch.float64).square() * (g.numel() / some.numel())
