@@ -78,16 +78,17 @@ class Shares:
 
     def end_pass(self, buckets: Buckets) -> list[Bucket]:
         """Counts a pass. It ends what was decided about other buckets of the same parameters, which it returns."""
-        ended: list[Buckets] = []
+        ended: list[Bucket] = []
         if buckets and buckets not in self._passes:
             members = {p for bucket in buckets for p in bucket}
-            ended = [each for each in self._passes if any(not members.isdisjoint(bucket) for bucket in each)]
-            for each in ended:
-                del self._passes[each]
+            for each in [*self._passes]:
+                if any(not members.isdisjoint(bucket) for bucket in each):
+                    del self._passes[each]
+                    ended += each
             self._passes[buckets] = _Passes()
         if buckets:
             self._passes[buckets].count += 1
-        return [bucket for each in ended for bucket in each]
+        return ended
 
     def fold(self, buckets: Buckets, energies: Energies) -> None:
         """Takes the energies of a pass."""
