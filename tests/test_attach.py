@@ -427,15 +427,16 @@ def test_uneven_inputs_are_joined_as_by_ddp_or_refused(rank, world):
 
 
 class TwoLosses(nn.Module):
-    """The loss of two layers, of which the first counts little."""
+    """The loss of two layers, of which the first counts little, and an empty parameter in a bucket of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(30, 30) for _ in range(2))
+        self.empty = nn.Parameter(torch.ones(0, dtype=torch.bfloat16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = (layer(x).square().sum() for layer in self.layers)
-        return first / 1000 + second
+        return first / 1000 + second + self.empty.sum()
 
 
 @on_ranks(2)
@@ -455,9 +456,17 @@ def test_a_loss_of_small_weight_is_lifted_and_nothing_is_lost(rank, world):
         few.append(int(delivered[:900].count_nonzero()))
         if step % 10 == 9:
             torch.testing.assert_close(ranks.undelivered(state, net), left.double(), atol=1e-4, rtol=1e-4)
-    (bucket,) = state.last_buckets
+    bucket = max(state.last_buckets, key=len)
     assert dict(zip(map(state.names.get, bucket), bucket.lifts, strict=True))["layers.0.weight"] >= 128
     assert sum(few[:8]) < 10 < sum(few[20:])
+
+
+@on_ranks(2)
+def test_without_saving_nothing_is_decided_about_shares(rank, world):
+    model, state = attached(four_layers(), ratio=0.1)
+    with mock.patch.object(type(state), "_share_out") as share_out:
+        train(model, rank, range(18))
+    assert not share_out.called
 
 
 @on_ranks(2)

@@ -33,7 +33,7 @@ from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import RandK, SampledK, Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.messages import saving_warnings, startup_warnings
-from lightning_topk.runtime.shares import FIRST, LEAST, Shares, energies_of, energy, lifts_of
+from lightning_topk.runtime.shares import FIRST, LEAST, WINDOW, Shares, energies_of, lifts_of
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import Volume, volume
@@ -276,9 +276,9 @@ def test_shares_follow_energies_within_bounds_and_begin_again_with_other_buckets
             assert buckets not in shares.due
             assert shares.end_pass(buckets) == [*regrouped] * (number == 0)
             assert shares.end_pass(other) == []
-            if shares.measures:
+            if shares.measures(buckets[0]):
                 values = [torch.inf] * 3 if number == 3 else [energies[0] * (number % used == 0), *energies[1:]]
-                shares.fold(buckets, [(torch.tensor(value), torch.ones(1)) for value in values])
+                shares.fold(buckets, {b: torch.tensor([[1.0], [x]]) for b, x in zip(buckets, values, strict=True)})
         assert buckets in shares.due
         weights, lifts = shares.decide(sizes)
         assert lifts == [(), (), ()]
@@ -307,17 +307,24 @@ def test_gradients_far_below_the_root_mean_square_of_their_bucket_are_lifted_to_
     bucket, shares = Bucket((torch.ones(4), torch.ones(10))), Shares()
     for used in (True, False, True):
         shares.end_pass((bucket,))
-        shares.fold((bucket,), [(torch.ones(()), torch.tensor([4.0, used * 0.01]))])
+        shares.fold((bucket,), {bucket: torch.tensor([[4.0, used * 0.01], [1.0, 0.0]])})
     assert shares.decide({bucket: [4, 10]}) == ([1.0], [[1.0, 8.0]]), "the passes that used it count"
+    bucket.lifts = [1.0, 8.0]
+    assert shares.decide({bucket: [4, 10]}) == ([], [[1.0, 8.0]]), "nothing was measured"
+    for energies in ([4.0, 0.0], [torch.nan, 0.1]):
+        shares.fold((bucket,), {bucket: torch.tensor([energies, [1.0, 0.0]])})
+    assert shares.decide({bucket: [4, 10]}) == ([1.0], [[1.0, 8.0]]), "no pass used it"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_the_energy_of_a_large_sparse_matrix_is_estimated_from_a_part_of_it(dtype):
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(4096, 768, generator=random) * (torch.rand(4096, 768, generator=random) < 0.06)
-    x = (x * torch.arange(768)).to(dtype)  # some columns are larger
-    torch.testing.assert_close(energy(x.view(-1)), x.double().square().sum(), rtol=0.1, atol=0)
-    assert energy(torch.zeros(5, dtype=dtype)) == 0
+def test_a_network_that_ends_before_its_first_decision_does_not_have_others_measured():
+    shares, ended, other = Shares(), *((Bucket((torch.ones(1),)),) for _ in range(2))
+    shares.end_pass(ended)
+    for _ in range(FIRST * 4 - WINDOW - 1):
+        shares.end_pass(other)
+        for each in shares.due:
+            shares.decide({bucket: [1] for bucket in each})
+    assert not shares.measures(other[0])
+    assert shares.measures(ended[0])
 
 
 def test_buckets_that_send_everything_or_nothing_less_keep_their_plans():

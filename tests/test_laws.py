@@ -107,6 +107,32 @@ def test_laws_hold_while_the_lifts_of_parameters_change(topology, bidirectional,
 
 
 @routes
+def test_errors_are_measured_in_the_gradients_own_units(topology, bidirectional):
+    """Workers send all of it, and then servers' vectors are the mean."""
+    few = 0.1 if bidirectional else None
+    config = TopKConfig(1.0, bidirectional, server_ratio=few, wire="fp32", topology=topology)
+    cluster = Cluster(config, 3, 5000, sizes=(2000, 3000), measure=Measure(error=True))
+    for end in cluster.endpoints:
+        end.lift((64.0, 1.0))
+    mine = gradients(3, 5000, 0)
+    cluster.step(mine)
+    workers, *servers = zip(*(outcome.errors for outcome in cluster.outcomes), strict=False)
+    assert [float(energy) for energy, _ in workers] == pytest.approx([float(g.square().sum()) for g in mine])
+    for each in servers:
+        mean = torch.stack(mine).mean(0)
+        assert sum(float(energy) for energy, _ in each) == pytest.approx(float(mean.square().sum()))
+
+
+def test_a_residual_that_is_lifted_stays_finite():
+    cluster = Cluster(TopKConfig(saving=50), 2, 500)
+    for end in cluster.endpoints:
+        for link in end.links:
+            link.memory.residual.fill_(1e38)
+        end.lift((1024.0,))
+        assert all(link.memory.residual.isfinite().all() for link in end.links)
+
+
+@routes
 def test_laws_hold_for_a_wire_that_the_fused_functions_do_not_support(topology, bidirectional, monkeypatch):
     """A new wire as CONTRIBUTING describes it; it has as many bits as int8."""
     monkeypatch.setitem(WIRES_BY_NAME, "e4m3", Wire("e4m3", torch.float8_e4m3fn))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_topk.bucket import Bucket, plan_bucket
 from lightning_topk.config import TopKConfig
-from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.core.guards import exchange
 from lightning_topk.core.link import Step
 from lightning_topk.optim.applied import FALL, Rates, faded, rate_of
@@ -221,7 +220,7 @@ def test_groups_of_a_bucket_fade_apart_if_they_differ_and_together_if_they_nearl
 
 def test_groups_that_fall_to_a_least_rate_leave_the_residuals_alone(monkeypatch):
     """Their factors of the rate differ by little in every step."""
-    monkeypatch.setattr(Endpoint, "spread", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr("lightning_topk.runtime.residuals.multiply_", mock.Mock(side_effect=AssertionError))
     cosine = [0.1 + 0.45 * (1 + math.cos(step / 100)) for step in range(300)]
     assert fades(*((0.1 * each + 1e-6, 1e-3 * each + 1e-6) for each in cosine))[-1] == (1, 1)
 

@@ -43,6 +43,7 @@ class Case:
     read: bool = False  # the caller reads the number of nonfinite steps after every other step
     reads_within: bool = False  # and reports in the middle of backward, too
     together: bool = False  # the buckets are exchanged as one
+    lifted: bool = False  # parameters are lifted from the second pass on, and residuals read after it
     max_norm: Any = None  # of clipping: one of all, or one for each optimizer
 
 
@@ -118,6 +119,11 @@ def train(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, case: Case, topology: str, 
                 (scaler or optimizer).step(*[optimizer] * bool(scaler))
             if scaler is not None:
                 scaler.update()
+            if case.lifted:
+                for bucket in state.last_buckets:
+                    bucket.lifts = [4.0, 1.0]
+                if step:
+                    state.residuals._lower()
             if case.read and step % 2 == 0:
                 assert state.nonfinite_steps == 0
         state.close()
@@ -163,6 +169,8 @@ PLAYED = [
     ("sharded", Case(hooks=True, read=True), {}),
     ("sharded", Case(hooks=True, reads_within=True), {}),
     ("sharded", Case(hooks=True, max_norm=1.0), {}),
+    ("sharded", Case(hooks=True, kernels=True, lifted=True, max_norm=1.0), {}),
+    ("hierarchical", Case(lifted=True, measured=True), {}),
     ("hierarchical", Case(scaler=True, hooks=True, kernels=True, max_norm=(1.0, 0.1)), {"dense_parameters": ("p0",)}),
     ("hierarchical", Case(scaler=True, votes=True), {"dense_parameters": ("p0",)}),
     ("hierarchical", Case(scaler=True, hooks=True), {"wire": "int4"}),

@@ -250,9 +250,9 @@ class Workers:
             _, (lifts,) = shares.decide({bucket: sizes})
             for end in self.cluster.endpoints:
                 end.lift(lifts)
-        if shares.measures:
+        if shares.measures(bucket):
             entered = energies_of(gradient, self.cluster.plan.parts.sizes)
-            shares.fold((bucket,), [(entered.sum(), entered)])
+            shares.fold((bucket,), {bucket: torch.stack([entered, entered])})
         shares.end_pass((bucket,))
 
 

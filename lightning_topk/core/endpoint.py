@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_topk.core import ops
 from lightning_topk.core.layout import PIECE, Layout, NodeShards, k_of
-from lightning_topk.core.link import Link, Step
+from lightning_topk.core.link import Link, Step, multiply_
 from lightning_topk.core.memory import Memory, MomentumResidual, Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce, Request, Volume, placeholder, request_volume
@@ -77,13 +77,6 @@ class BucketPlan:
     def uncompressed_numel(self) -> int:
         """Number of uncompressed elements in the bucket."""
         return sum(self.parts.sizes[number] for number in self.uncompressed)
-
-    def compressed_part(self, g: Tensor) -> Tensor:
-        """The elements of compressed parameters of a bucket ``[numel]``; zero if there are none."""
-        if not self.uncompressed:
-            return g
-        pieces = [x for number, x in enumerate(g.split(self.parts.sizes)) if number not in self.uncompressed]
-        return torch.cat([*pieces, g.new_zeros(1)])
 
     def codecs(self, step: int = 0, epoch: int = 0, selector: Selector | None = None) -> Codecs:
         """Returns the codecs for the payloads of a step.
@@ -183,13 +176,18 @@ class BucketPlan:
         mine = memory("worker", layout.numel)
         if self.momentum:
             mine = MomentumResidual(layout.numel, wide, device, self.momentum)
-        uplink, downlink = Link(layout, selector, mine, parts=self.parts).fuse(scratch=scratch), None
+        uplink = Link(layout, selector, mine, sizes=self.parts.slices, parts=self.parts).fuse(scratch=scratch)
+        downlink = None
         if self.topology.has_servers and (layout.shards == self.world or number == 0):
             served, lossless = Layout(layout.shard_size), self.server_k is None
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
             selector = TopK() if lossless and not isinstance(selector, RandK) else selector
-            downlink = Link(served, selector, memory("server", served.numel), dtype).fuse(lossless, scratch)
-        return Endpoint(self, rank, wide, uplink, downlink, torch.tensor(self.parts.sizes, device=device))
+            shard = number if layout.shards > 1 else 0
+            ends = [layout.count_before(end, shard) for end in accumulate(self.parts.slices, initial=0)]
+            sizes = [end - begin for begin, end in pairwise(ends)]
+            kept = memory("server", served.numel)
+            downlink = Link(served, selector, kept, dtype, sizes).fuse(lossless, scratch)
+        return Endpoint(self, rank, wide, uplink, downlink, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +199,7 @@ class Endpoint:
     dtype: torch.dtype  # of sums and residuals
     uplink: Link  # the worker's
     downlink: Link | None  # the server's; None on a rank that is not a server
-    sizes: Tensor  # [parameters] int64 on the bucket's device, elements of each parameter
+    device: torch.device
 
     @cached_property
     def layout(self) -> Layout:
@@ -223,7 +221,7 @@ class Endpoint:
         """Offset of every nonempty parameter in the bucket: ``[nonempty parameters]`` int64."""
         sizes = self.plan.parts.sizes
         starts = [start for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False) if size]
-        return torch.tensor(starts, device=self.sizes.device)
+        return torch.tensor(starts, device=self.device)
 
     @cached_property
     def pieces(self) -> tuple[Tensor, Tensor]:
@@ -238,8 +236,8 @@ class Endpoint:
         begins = [accumulate(column, initial=0) for column in columns]
         owner = [number for number, count in enumerate(columns[0]) for _ in range(count)]
         table = [*zip(*begins, parts.sizes, parts.slices, strict=False)]
-        device = self.sizes.device
-        return torch.tensor(owner, dtype=torch.int32, device=device), torch.tensor(table, device=device)
+        owners = torch.tensor(owner, dtype=torch.int32, device=self.device)
+        return owners, torch.tensor(table, device=self.device)
 
     def reply(self, mean: Tensor | None, codec: Codec, step: Step) -> Tensor:
         """Compresses the workers' ``mean`` ``[shard_size]`` as their server; returns the payload ``[P]`` for all.
@@ -250,34 +248,24 @@ class Endpoint:
         if "server" in self.plan.feedback:
             self.uplink.sent = None
         if mean is None or self.downlink is None:
-            return torch.empty(codec.nbytes, dtype=torch.uint8, device=self.sizes.device)
+            return torch.empty(codec.nbytes, dtype=torch.uint8, device=self.device)
         return self.downlink.send(mean, codec, step)[0]
 
     def lift(self, lifts: Sequence[float] = ()) -> None:
-        """Sets the :attr:`.Link.lifts` of the worker's link, and converts the memories to these units."""
-        if lifts == self.uplink.lifts:
+        """Sets the :attr:`.Link.lifts`, and converts the memories to these units."""
+        before = self.uplink.lifts
+        if lifts == before:
             return
-        none = [1.0] * len(self.sizes)
-        factors = [new / old for new, old in zip(lifts or none, self.uplink.lifts or none, strict=True)]
-        for link, each in zip(
-            self.links, self.spread(ops.to_device(torch.tensor(factors), self.sizes.device)), strict=True
-        ):
+        none = [1.0] * len(self.uplink.sizes)
+        factors = [new / old for new, old in zip(lifts or none, before or none, strict=True)]
+        for link in self.links:
             for memory in link.memory.tensors().values():
-                memory.mul_(each)
-        self.uplink.lifts = lifts
-
-    def spread(self, values: Tensor) -> list[Tensor]:
-        """Repeats a value of each parameter, ``[parameters]``, for the elements of the memory of each link."""
-        count = self.plan.parts.count
-        mine = values.repeat_interleave((self.sizes + count - 1) // count, output_size=self.layout.numel)
-        return [mine] if self.downlink is None else [mine, reference.shard_rows(mine, self.layout)[self.shard]]
+                reference.clamp_(multiply_(memory, link.sizes, factors))
+            link.lifts = lifts
 
     def slices(self, number: int) -> list[slice]:
         """Where a parameter of the bucket lies in the memory of each link."""
-        begin = sum(self.plan.parts.slices[:number])
-        mine = slice(begin, begin + self.plan.parts.slices[number])
-        served = slice(*(self.layout.count_before(end, self.shard) for end in (mine.start, mine.stop)))
-        return [mine] if self.downlink is None else [mine, served]
+        return [slice(sum(link.sizes[:number]), sum(link.sizes[: number + 1])) for link in self.links]
 
     def add_served(self, name: str, to: Tensor, times: float = 1.0) -> None:
         """Adds the server's memory ``name``, times a factor, to this rank's part of the bucket, ``[parts.numel]``."""

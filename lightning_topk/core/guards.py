@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_topk.core import ops
 from lightning_topk.core.endpoint import Codecs, Endpoint, Exchange, Outcome
-from lightning_topk.core.link import FIRST, Step, lift_, norm
+from lightning_topk.core.link import FIRST, Step, multiply_, norm
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import AllGather, AllReduce
 
@@ -52,7 +52,7 @@ def exchange(
                 place.zero_()
         finite = yield from plan.topology.exchange(end, g, codecs, step)
         if link.lifts:
-            lift_(g, sizes, [1 / lift for lift in link.lifts])
+            multiply_(g, sizes, [1 / lift for lift in link.lifts])
         if places:
             if limits is not None and link.clipped is not None:
                 apart.div_(limits.spread(link.clipped[1], lengths))

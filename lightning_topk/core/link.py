@@ -98,6 +98,7 @@ class Link:
     rounding error. With a scale they round products, by errors whose mean is 0, and the residual includes none.
 
     Attributes:
+        sizes: Elements of each parameter in its vector, which may end in padding.
         lifts: Powers of two by which the gradient of each parameter counts more in the selection; empty: none does.
             The memory is in these units.
         sent: Payloads ``[shards, P]`` uint8 and their codec, of an exchange in progress, while nobody else has them.
@@ -110,6 +111,7 @@ class Link:
     selector: Selector
     memory: Memory
     delivered: torch.dtype | None = None
+    sizes: Sequence[int] = ()
     parts: NodeShards = NO_PARTS  # how the bucket is split, of which a worker sends a part; none at a server
     function: ops.Sender | None = field(default=None, init=False)  # does the same in one pass over memory
     lifts: Sequence[float] = field(default=(), init=False)
@@ -141,8 +143,8 @@ class Link:
         to, limit, payloads = None if step.scale is not None else self.delivered, None, None
         if clip is not None and (ops.on_cpu(x) or clip.of is not None or step.apart is not None or self.lifts):
             scale, clip = self._clip(x, clip, step), None
-        if self.lifts:
-            lift_(x, self.parts.slices, self.lifts)
+        if self.lifts and self.delivered is None:
+            multiply_(x, self.sizes, self.lifts)
         if self.function is not None and not step.measure.error:
             form = codec.form if to is None else codec.format(to)
             if clip is not None:
@@ -170,7 +172,7 @@ class Link:
         self, x: Tensor, codec: Codec, step: Step, scale: Tensor | None, delivered: torch.dtype | None
     ) -> Tensor:
         """Sends ``x``, divided by the scalar ``scale``."""
-        memory, sizes = self.memory, self.parts.slices
+        memory, sizes = self.memory, self.sizes
         if scale is not None:  # by multiplication, as a GradScaler does
             given, x = x, x.to(memory.dtype).mul_(scale.reciprocal())  # in place, or in a copy: 16 bits may underflow
             if x is not given:
@@ -183,9 +185,9 @@ class Link:
         if step.measure.error:
             rest = a.index_add(0, flat, arrives, alpha=-1)
             if self.lifts:
-                a, rest = (lift_(each, sizes, [1 / lift for lift in self.lifts]) for each in (a.clone(), rest))
+                a, rest = (multiply_(each, sizes, [1 / lift for lift in self.lifts]) for each in (a.clone(), rest))
             self.error = _energies([a, rest])
-            if step.measure.per_layer and sizes:
+            if step.measure.per_layer and self.parts is not None:
                 count = torch.stack([changed.count_nonzero() for changed in (a != rest).split(sizes)]).double()
                 self.per_layer = torch.stack([_energies(a.split(sizes)), _energies(rest.split(sizes)), count])
         memory.keep(flat, arrives)
@@ -200,12 +202,12 @@ class Link:
             self.memory.keep(reference.flat_index(index, self.layout).view(-1), -value.view(-1))
 
 
-def lift_(x: Tensor, sizes: Sequence[int], lifts: Sequence[float]) -> Tensor:
-    """Multiplies the elements ``[numel]`` of parameters of ``sizes`` by a power of two each, which rounds nothing."""
-    lifted = [(part, lift) for part, lift in zip(x.split([*sizes]), lifts, strict=True) if lift != 1]
-    if lifted:
-        parts, factors = zip(*lifted, strict=True)
-        torch._foreach_mul_(parts, factors)
+def multiply_(x: Tensor, sizes: Sequence[int], factors: Sequence[float]) -> Tensor:
+    """Multiplies parameters of ``sizes`` by a factor each; ``x`` ``[numel]`` may end in padding. Returns ``x``."""
+    parts = x[: sum(sizes)].split([*sizes])
+    changed = [(part, factor) for part, factor in zip(parts, factors, strict=True) if factor != 1]
+    if changed:
+        torch._foreach_mul_(*zip(*changed, strict=True))
     return x
 
 

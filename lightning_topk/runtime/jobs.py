@@ -99,8 +99,7 @@ class Job:
         used: Of each parameter of the bucket, whether this rank used it; None if it used all.
         clip: The user's clipping; None if nothing was told.
         codecs: Codecs of what was sent.
-        energies: Of what was delivered to compressed parameters, scalar float64, and of each parameter's gradient
-            before, ``[parameters]``; if the pass weighs.
+        energies: Of each parameter's gradient, as it entered and as delivered, ``[2, parameters]``; if the pass weighs.
         begun, ended: Marks, if the pass is timed.
     """
 
@@ -112,7 +111,7 @@ class Job:
     clip: Clip | None
     of: Pass
     codecs: Codecs = field(init=False)
-    energies: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+    energies: Tensor | None = field(default=None, init=False)
     begun: Mark | None = field(default=None, init=False)
     ended: Mark | None = field(default=None, init=False)
     outcome: Outcome | None = field(default=None, init=False)
@@ -168,6 +167,5 @@ class Job:
             exchange.close()  # of one that failed, at once: what was not delivered returns to the residuals
         self.ended = mark(g.device) if now.timed else None
         if entered is not None:
-            delivered = torch.where(outcome.finite, shares.energy(plan.compressed_part(g)), torch.nan)
-            self.energies = delivered, entered
+            self.energies = torch.stack([entered, shares.energies_of(g, plan.parts.sizes)])
         self.outcome = outcome  # last: it says that the job has ended

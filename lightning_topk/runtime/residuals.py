@@ -24,6 +24,7 @@ from lightning_topk.bucket import Bucket
 from lightning_topk.core import ops
 from lightning_topk.core.endpoint import BucketPlan, Endpoint
 from lightning_topk.core.layout import NodeShards
+from lightning_topk.core.link import multiply_
 from lightning_topk.core.ops import reference
 from lightning_topk.optim.applied import FALL, Rates
 
@@ -161,10 +162,9 @@ class Residuals:
         if not apart:
             return most
         places = [several.index(self._kept[p].alike) for p in bucket]
-        spread = end.spread(ops.to_device(torch.tensor([factors[place] for place in places]), end.sizes.device))
-        for link, each in zip(end.links, spread, strict=True):
+        for link in end.links:
             if (residual := link.memory.tensors().get("residual")) is not None:
-                residual.mul_(each)
+                multiply_(residual, link.sizes, [factors[place] for place in places])
         return 1.0
 
     def _alike(self, bucket: Bucket, rates: Rates) -> list[_Alike]:

@@ -20,10 +20,10 @@ rank that has run out of data stays behind. So rank 0 decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from statistics import fmean
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,6 @@ FIRST, LAST = 8, 1024
 """Passes until the first decision; each later one comes after twice as many, at most after ``LAST``."""
 WINDOW = 8
 """Passes that are measured before a decision."""
-SAMPLE = 1 << 15
-"""Elements of a bucket from which its energy is estimated, up to twice as many."""
 CPU = torch.device("cpu")
 LEAST, MOST = 0.1, 10.0
 """Bounds of a bucket's weight."""
@@ -45,21 +43,20 @@ LIFTED = 0.5
 """Root mean square of a parameter's lifted gradient over that of its bucket, at most."""
 LOWEST, HIGHEST = 8.0, 1024.0
 """Bounds of a lift."""
-
-
 Buckets = tuple[Bucket, ...]
 """All buckets of a pass."""
+Energies = Mapping[Bucket, Tensor]
+"""Of each bucket that is not empty, the energies of its parameters as they entered in this worker and as delivered:
+``[2, parameters]``, not finite if what was delivered is not."""
 
 
 @dataclass
 class _Passes:
-    """The passes of the same buckets."""
+    """The passes of the same buckets, and the energies of those that were measured since the last decision."""
 
     count: int = 0
     due: int = FIRST  # at which count it is time to decide
-    measured: list[tuple[Sequence[Any], Tensor]] = field(
-        default_factory=list
-    )  # of a pass, what has energies, and these
+    measured: list[Energies] = field(default_factory=list)
 
 
 class Shares:
@@ -72,89 +69,86 @@ class Shares:
     def __init__(self, device: torch.device = CPU, shards: dist.ProcessGroup | None = None) -> None:
         self._device, self._shards = device, shards
         self._passes: dict[Buckets, _Passes] = {}
-        self.measures = False
-        """Whether the next pass should be measured."""
         self.due: list[Buckets] = []
         """The buckets about which it is time to decide."""
 
+    def measures(self, first: Bucket) -> bool:
+        """Whether the pass that begins with this bucket should be measured."""
+        for buckets, passes in self._passes.items():
+            if buckets[0] is first and passes.due - passes.count <= WINDOW:
+                return True
+        return False
+
     def end_pass(self, buckets: Buckets) -> list[Bucket]:
         """Counts a pass. It ends what was decided about other buckets of the same parameters, which it returns."""
-        ended: list[Buckets] = []
+        ended: list[Bucket] = []
         if buckets and buckets not in self._passes:
             members = {p for bucket in buckets for p in bucket}
-            ended = [each for each in self._passes if any(not members.isdisjoint(bucket) for bucket in each)]
-            for each in ended:
-                del self._passes[each]
+            for each in [*self._passes]:
+                if any(not members.isdisjoint(bucket) for bucket in each):
+                    del self._passes[each]
+                    ended += each
             self._passes[buckets] = _Passes()
         if buckets:
             self._passes[buckets].count += 1
-        self._plan()
-        return [bucket for each in ended for bucket in each] if ended else []
+        self.due = [each for each, passes in self._passes.items() if passes.count >= passes.due]
+        return ended
 
-    def _plan(self) -> None:
-        self.measures, self.due = False, []
-        for buckets, passes in self._passes.items():
-            self.measures |= passes.due - passes.count <= WINDOW
-            self.due += [buckets] * (passes.count >= passes.due)
-
-    def fold(self, buckets: Buckets, energies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Takes the energies of the buckets of a pass: as delivered, a scalar, and by parameter as they entered."""
-        if (passes := self._passes.get(buckets)) is None:
-            return
-        delivered, entered = zip(*energies, strict=True)
-        members = [(bucket, number) for bucket, its in zip(buckets, entered, strict=True) for number in range(len(its))]
-        passes.measured.append(([*buckets, *members], torch.cat([torch.stack(delivered), *entered])))
+    def fold(self, buckets: Buckets, energies: Energies) -> None:
+        """Takes the energies of a pass."""
+        if (passes := self._passes.get(buckets)) is not None:
+            passes.measured.append(energies)
 
     def decide(self, sizes: Mapping[Bucket, Sequence[int]]) -> tuple[list[float], list[Sequence[float]]]:
         """The weight of each bucket's bytes, none without any energy; and the lifts of its parameters.
 
         ``sizes`` are the elements of each parameter of the buckets that are compressed. Buckets and parameters count
-        with the passes that used them; a bucket that none used has the weight 1. Waits for the device.
+        with the passes that used them. Of those that none used, a bucket has the weight 1, and a parameter keeps its
+        lift. Waits for the device.
         """
-        rows: list[dict[Any, float]] = []
-        passes = self._passes[tuple(sizes)]
-        for places, values in ((places, energies.tolist()) for places, energies in passes.measured):
-            rows += [dict(zip(places, values, strict=True))] if all(map(math.isfinite, values)) else []
-        passes.due, passes.measured = passes.due + min(passes.due, LAST), []
-        self._plan()
+        passes, self.due = self._passes[tuple(sizes)], [each for each in self.due if each != tuple(sizes)]
+        measured, passes.measured, passes.due = passes.measured, [], passes.due + min(passes.due, LAST)
+        rows = [{bucket: energies.tolist() for bucket, energies in each.items()} for each in measured]
+        rows = [row for row in rows if all(math.isfinite(sum(map(sum, pair))) for pair in row.values())]
+        delivered, lifts = list[float](), list[Sequence[float]]()
+        for bucket, its in sizes.items():
+            found = [row[bucket] for row in rows if bucket in row]
+            entered = [_usual(energies) for energies in zip(*(mine for mine, _ in found), strict=True)]
+            lifts.append(lifts_of(entered or [0.0] * len(its), its, bucket.lifts))
+            delivered.append(_usual(sum(compress(mean, its)) for _, mean in found))
+        return self._weights(delivered, [*map(sum, sizes.values())]), lifts
 
-        def usual(place: Any) -> float:
-            used = [energy for row in rows if (energy := row.get(place, 0.0))]
-            return fmean(used) if used else 0.0
-
-        numels = {bucket: sum(each) for bucket, each in sizes.items()}
-        lifts = [lifts_of([usual((bucket, n)) for n in range(len(each))], each) for bucket, each in sizes.items()]
-        return self._weights([*map(usual, numels)], numels), lifts
-
-    def _weights(self, mine: list[float], numels: Mapping[Bucket, int]) -> list[float]:
+    def _weights(self, mine: list[float], numels: Sequence[int]) -> list[float]:
         shards = [mine] if self._shards is None else gathered(mine, self._device, self._shards)
-        pairs = [*zip(map(sum, zip(*shards, strict=True)), numels.values(), strict=True)]
-        total, count = sum(energy for energy, numel in pairs if numel), sum(numels.values())
+        pairs = [*zip(map(sum, zip(*shards, strict=True)), numels, strict=True)]
+        total, count = sum(energy for energy, _ in pairs), sum(numels)
         if not total:
             return []
         densities = [energy / numel * (count / total) if energy * numel else 1.0 for energy, numel in pairs]
         return [min(MOST, max(LEAST, density ** (5 / 8))) for density in densities]
 
 
-def lifts_of(energies: Sequence[float], sizes: Sequence[int]) -> Sequence[float]:
+def _usual(energies: Iterable[float]) -> float:
+    """The mean of those that are not 0; 0 if there are none."""
+    return fmean([*filter(None, energies)] or [0.0])
+
+
+def lifts_of(energies: Sequence[float], sizes: Sequence[int], before: Sequence[float] = ()) -> Sequence[float]:
     """How much to lift the gradient of each parameter, from its energy in a worker and its compressed elements.
 
-    See :attr:`.Link.lifts`.
+    See :attr:`.Link.lifts`. A parameter without energy is lifted as ``before``.
     """
     pairs = [*zip(energies, sizes, strict=True)]
     square = sum(energy for energy, size in pairs if size) / max(1, sum(sizes))  # the mean of all
-    ratios = [LIFTED * math.sqrt(square * size / energy) if energy * size else 1.0 for energy, size in pairs]
-    lifts = [min(HIGHEST, 2.0 ** math.floor(math.log2(ratio))) if ratio >= LOWEST else 1.0 for ratio in ratios]
+    lifts = [*before] or [1.0] * len(sizes)
+    for number, (energy, size) in enumerate(pairs):
+        if energy * size:
+            ratio = LIFTED * math.sqrt(square * size / energy)
+            lifts[number] = min(HIGHEST, 2.0 ** math.floor(math.log2(ratio))) if ratio >= LOWEST else 1.0
     return lifts if max(lifts, default=1.0) > 1 else ()
 
 
 def energies_of(g: Tensor, sizes: Sequence[int]) -> Tensor:
     """The sum of squares of each parameter's elements of ``g`` ``[numel]``: ``[parameters]``, floating."""
-    wide = torch.promote_types(g.dtype, torch.float32)
+    wide = torch.promote_types(g.dtype, torch.float32)  # on a CPU, float64 sums of float32 take 20 times as long
     return torch.stack(torch._foreach_norm(g.split([*sizes]), 2, wide)).square()
-
-
-def energy(g: Tensor) -> Tensor:
-    """The sum of squares of ``g`` ``[numel]``, scalar float64, estimated from elements at equal distances."""
-    some = g[:: g.numel() // SAMPLE | 1]  # an odd distance meets all columns of most matrices
-    return torch.linalg.vector_norm(some, dtype=torch.float64).square() * (g.numel() / some.numel())

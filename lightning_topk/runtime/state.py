@@ -147,7 +147,6 @@ class HookState:
             telemetry.timing,
             waits,
             clips=any(self.buckets.plan_of(bucket).waits for bucket in self.last_buckets),
-            weighs=self.config.saving is not None and self.world > 1 and self.shares.measures,
         )
 
     def _share_out(self, buckets: tuple[Bucket, ...]) -> None:
@@ -173,6 +172,8 @@ class HookState:
         lane, now = self._lane or self.lane(gradient.device), self.current or self._outside_pass("exchange")
         bucket, clipping, clip = self.buckets.find(parameters), self.optimizers.clipping.estimate, None
         plan = self.buckets.plan_of(bucket)
+        if not now.buckets:
+            now.weighs = self.shares.measures(bucket)
         now.buckets.append(bucket)
         if plan.topology.compresses and plan.lossless:
             self.optimizers.expect_all_of(bucket)
@@ -199,8 +200,8 @@ class HookState:
         now.ready = ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
         same = tuple(buckets) == self.last_buckets
         self._unchanged = self._unchanged + 1 if same else 0
-        if ended := self.shares.end_pass(tuple(buckets)):
-            self.buckets.forget_shares(ended)
+        if self.config.saving is not None and self.world > 1:
+            self.buckets.forget_shares(self.shares.end_pass(tuple(buckets)))
         self.telemetry.end_pass(now)  # from now on, any thread may fold it
         self.optimizers.end_pass()
         self.optimizers.clipping.exchanged = now.clips

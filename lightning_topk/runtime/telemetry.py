@@ -129,7 +129,8 @@ class Telemetry:
         if ended.timed:
             report.timed.append((jobs, None if ended.waits else ended.ready))
         if ended.weighs:
-            self._shares.fold((*buckets,), [job.energies for job in jobs if job.energies is not None])
+            energies = {job.bucket: job.energies for job in jobs if job.energies is not None}
+            self._shares.fold((*ended.buckets,), energies)
         norms = [outcome.norms for outcome in outcomes if outcome.norms is not None]
         if len(norms) == len(jobs):
             self._clipping.fold(buckets, norms)

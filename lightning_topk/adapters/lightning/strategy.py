@@ -60,8 +60,9 @@ class TopKStrategy(Resumes, DDPStrategy):
         clip_norm: Each of W workers clips its bucket's gradient to ``clip_norm / sqrt(W)`` before compression. None
             does not clip.
         saving: Factor by which to send fewer bytes than a ring all-reduce in every step, 1 or more, instead of
-            ``ratio``, in both directions together. With ``topology="hierarchical"`` the bytes between nodes count. Of
-            several buckets, those with more energy in their gradients send more of the bytes, from the tenth pass on
+            ``ratio``, in both directions together. With ``topology="hierarchical"`` the bytes between nodes count. From
+            the tenth pass on, buckets with more energy in their gradients send more of the bytes, and parameters whose
+            gradients are far smaller than the rest of their bucket's count for more in the selection
             (:mod:`lightning_topk.runtime.shares`). Default: 50 without ``ratio``.
         residual_checkpoint: Whether checkpoints hold the residuals, 1 x the model. A run then resumes with them, with
             any number of workers. If not, it resumes with zeros.
