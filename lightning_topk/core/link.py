@@ -187,7 +187,7 @@ class Link:
             if self.lifts:
                 a, rest = (multiply_(each, sizes, [1 / lift for lift in self.lifts]) for each in (a.clone(), rest))
             self.error = _energies([a, rest])
-            if step.measure.per_layer and self.parts is not None:
+            if step.measure.per_layer and self.delivered is None:
                 count = torch.stack([changed.count_nonzero() for changed in (a != rest).split(sizes)]).double()
                 self.per_layer = torch.stack([_energies(a.split(sizes)), _energies(rest.split(sizes)), count])
         memory.keep(flat, arrives)
