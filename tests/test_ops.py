@@ -12,7 +12,7 @@ from laws import codecs_of, in_turn, residual_and_gradient, vector
 
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
-from lightning_topk.core.layout import Layout, NodeShards, k_of
+from lightning_topk.core.layout import Layout, k_of
 from lightning_topk.core.link import Link, Step, aggregate, deliver
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import cpu, loops, reference
@@ -172,7 +172,7 @@ def test_one_function_sends_and_receives_the_bits_of_the_separate_steps(name, wi
         gradient = x.clone()
         with context:
             memory = Residual(numel, torch.float32, torch.device("cpu"))
-            link = Link(layout, TopK(), memory, parts=NodeShards((numel,), 1)).fuse()
+            link = Link(layout, TopK(), memory, sizes=(numel,)).fuse()
             assert (link.function is None) == bool(ends)
             link.memory.residual.copy_(e)
             payloads = link.send(gradient, codec, Step(scale=torch.tensor(3.0), fade=0.7))

@@ -176,7 +176,7 @@ class BucketPlan:
         mine = memory("worker", layout.numel)
         if self.momentum:
             mine = MomentumResidual(layout.numel, wide, device, self.momentum)
-        uplink = Link(layout, selector, mine, sizes=self.parts.slices, parts=self.parts).fuse(scratch=scratch)
+        uplink = Link(layout, selector, mine, sizes=self.parts.slices, count=self.parts.count).fuse(scratch=scratch)
         downlink = None
         if self.topology.has_servers and (layout.shards == self.world or number == 0):
             served, lossless = Layout(layout.shard_size), self.server_k is None

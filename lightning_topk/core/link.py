@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_topk.core import ops
-from lightning_topk.core.layout import Layout, NodeShards
+from lightning_topk.core.layout import Layout
 from lightning_topk.core.memory import Memory, Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.select import Selector, TopK
@@ -87,7 +87,6 @@ class Step:
 
 
 FIRST = Step()
-NO_PARTS = NodeShards(())
 
 
 @dataclass(eq=False)
@@ -112,7 +111,7 @@ class Link:
     memory: Memory
     delivered: torch.dtype | None = None
     sizes: Sequence[int] = ()
-    parts: NodeShards = NO_PARTS  # how the bucket is split, of which a worker sends a part; none at a server
+    count: int = 1  # ranks of a node, each of which sends a part of its bucket as a worker
     function: ops.Sender | None = field(default=None, init=False)  # does the same in one pass over memory
     lifts: Sequence[float] = field(default=(), init=False)
     sent: tuple[Tensor, Codec] | None = field(default=None, init=False)
@@ -148,7 +147,7 @@ class Link:
         if self.function is not None and not step.measure.error:
             form = codec.form if to is None else codec.format(to)
             if clip is not None:
-                limit = clip.slopes, math.sqrt(self.parts.count), x.new_empty(3, dtype=torch.float32)
+                limit = clip.slopes, math.sqrt(self.count), x.new_empty(3, dtype=torch.float32)
                 self.clipped = limit[2][1:].view(2, 1)
             payloads = self.function(x, form, to, scale, step.fade, limit)
         if payloads is None:
@@ -159,11 +158,11 @@ class Link:
 
     def _clip(self, x: Tensor, clip: Clip, step: Step) -> Tensor | None:
         """Finds by how much a gradient exceeds its limits; returns the scalar by which it must be divided, if any."""
-        norms = clip.norms(x, self.parts.slices, step.scale) * math.sqrt(self.parts.count)
+        norms = clip.norms(x, self.sizes, step.scale) * math.sqrt(self.count)
         self.clipped = clip.measured(norms if step.apart is None else norms.hypot(step.apart))
         excess = self.clipped[1]
         if clip.of is not None:
-            x.div_(clip.spread(excess, self.parts.slices))
+            x.div_(clip.spread(excess, self.sizes))
         elif not ops.on_cpu(x) or excess > 1:  # a CPU saves a pass over a gradient that is not clipped
             return excess[0] if step.scale is None else step.scale * excess[0]
         return step.scale
