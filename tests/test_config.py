@@ -316,6 +316,17 @@ def test_gradients_far_below_the_root_mean_square_of_their_bucket_are_lifted_to_
     assert shares.decide({bucket: [4, 10]}) == ([1.0], [[1.0, 8.0]]), "no pass used it"
 
 
+def test_lifts_are_decided_anew_every_64_passes_and_weights_after_twice_as_many():
+    """A lift that is out of date starves the rest of the bucket; another plan moves residuals."""
+    shares, buckets, turns = Shares(), (Bucket((torch.ones(4),)),), []
+    for number in range(1, 2500):
+        shares.end_pass(buckets)
+        shares.fold(buckets, {buckets[0]: torch.ones(2, 1)})
+        turns += [(number, shares.decide({buckets[0]: [4]})[0] == [1.0]) for _ in shares.due]
+    assert [number for number, _ in turns] == [8, 16, 32, *range(64, 2500, 64)]
+    assert [number for number, weighed in turns if weighed] == [8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+
+
 def test_a_network_that_ends_before_its_first_decision_does_not_have_others_measured():
     shares, ended, other = Shares(), *((Bucket((torch.ones(1),)),) for _ in range(2))
     shares.end_pass(ended)

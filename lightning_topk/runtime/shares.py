@@ -32,8 +32,9 @@ from torch import Tensor
 from lightning_topk.bucket import Bucket
 from lightning_topk.consensus import gathered
 
-FIRST, LAST = 8, 1024
-"""Passes until the first decision; each later one comes after twice as many, at most after ``LAST``."""
+FIRST, LIFTS, WEIGHTS = 8, 64, 1024
+"""Passes until the first decision. Each later one comes after twice as many, about lifts at most after ``LIFTS``, and
+about weights, since another plan moves residuals, after ``WEIGHTS``."""
 WINDOW = 8
 """Passes that are measured before a decision."""
 CPU = torch.device("cpu")
@@ -100,14 +101,15 @@ class Shares:
             passes.measured.append(energies)
 
     def decide(self, sizes: Mapping[Bucket, Sequence[int]]) -> tuple[list[float], list[Sequence[float]]]:
-        """The weight of each bucket's bytes, none without any energy; and the lifts of its parameters.
+        """The weight of each bucket's bytes, none without energy or before their turn; and the lifts of its parameters.
 
         ``sizes`` are the elements of each parameter of the buckets that are compressed. Buckets and parameters count
         with the passes that used them. Of those that none used, a bucket has the weight 1, and a parameter keeps its
         lift. Waits for the device.
         """
         passes, self.due = self._passes[tuple(sizes)], [each for each in self.due if each != tuple(sizes)]
-        measured, passes.measured, passes.due = passes.measured, [], passes.due + min(passes.due, LAST)
+        turn = passes.due.bit_count() == 1 or passes.due % WEIGHTS == 0
+        measured, passes.measured, passes.due = passes.measured, [], passes.due + min(passes.due, LIFTS)
         rows = [{bucket: energies.tolist() for bucket, energies in each.items()} for each in measured]
         rows = [row for row in rows if all(math.isfinite(sum(map(sum, pair))) for pair in row.values())]
         delivered, lifts = list[float](), list[Sequence[float]]()
@@ -116,7 +118,7 @@ class Shares:
             entered = [_usual(energies) for energies in zip(*(mine for mine, _ in found), strict=True)]
             lifts.append(lifts_of(entered or [0.0] * len(its), its, bucket.lifts))
             delivered.append(_usual(sum(compress(mean, its)) for _, mean in found))
-        return self._weights(delivered, [*map(sum, sizes.values())]), lifts
+        return self._weights(delivered, [*map(sum, sizes.values())]) if turn else [], lifts
 
     def _weights(self, mine: list[float], numels: Sequence[int]) -> list[float]:
         shards = [mine] if self._shards is None else gathered(mine, self._device, self._shards)
