@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from trainers import InThisProcess, Module, fit
 
 from lightning_topk import TopKStrategy, fabric
-from lightning_topk.core.endpoint import Endpoint
 from lightning_topk.optim.clips import READ
+from lightning_topk.runtime import residuals
 
 WARM = [0.0, 0.01, 0.1, 1.0, 1.0, 0.5, 0.005, 1.0]
 """Factors of the rate: a warm-up from 0, a decay, and a restart."""
@@ -134,7 +134,7 @@ def test_groups_with_other_base_rates_and_a_least_rate_fade_together(rank, world
     net = four_layers()
     optimizer = SGD([{"params": net[:2].parameters(), "lr": 0.1}, {"params": net[2:].parameters(), "lr": 1e-3}])
     model, _ = attached(net, ratio=0.1, optimizer=optimizer)
-    with mock.patch.object(Endpoint, "spread", side_effect=AssertionError):
+    with mock.patch.object(residuals, "multiply_", side_effect=AssertionError):
         for step in range(30):
             for base, group in zip((0.1, 1e-3), optimizer.param_groups, strict=True):
                 rising = min(1.0, (step + 1) / 10)

@@ -139,5 +139,5 @@ def test_attach_sends_objects_through_the_second_gpu_if_the_model_is_there(monke
     finally:
         dist.destroy_process_group()
     assert set(seen) == {1}, seen
-    assert len(seen) == 6 + some
+    assert len(seen) == 7 + some
     assert {call.args for call in fast.call_args_list} == {(torch.device("cuda", 1),)}, "kernels are tried there"
