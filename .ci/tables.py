@@ -403,7 +403,7 @@ def decided() -> str:
 def fine_tuned() -> str:
     """Fine-tuning by optimizer, schedule and length."""
     found = Runs(RUNS / "fine-tuning.jsonl")
-    tables = {kind: fine_tuning.table(found, kind, (100, 300, 1000), range(2)) for kind in fine_tuning.TUNED}
+    tables = {kind: fine_tuning.table(found, kind, (100, 300, 1000), range(3)) for kind in fine_tuning.TUNED}
     return page(
         [{"optimizer": kind} | row for kind, rows in tables.items() for row in rows if row["saving 50, behind %"]]
     )

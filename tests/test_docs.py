@@ -234,7 +234,7 @@ def test_sentences_on_fine_tuning_cover_all_runs():
     runs = Runs(RUNS / "fine-tuning.jsonl")
 
     def ranges(kind: str, *lengths: int, what: str = "saving 50") -> tuple[float, float]:
-        rows = fine_tuning.table(runs, kind, lengths, [0, 1])
+        rows = fine_tuning.table(runs, kind, lengths, [0, 1, 2])
         behind = [float(row[f"{what}, behind %"].split()[0]) for row in rows]
         return min(behind), max(behind)
 
