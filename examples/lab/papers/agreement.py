@@ -33,12 +33,11 @@ SQUARES = (0.95, 0.99, 0.999)
 
 
 def run(steps: int = 300) -> Result:
-    """Each optimizer; each amount sent, with Adam; each second beta, with Adam."""
-    usual = "Adam", "saving=50", 0.99
+    """Each optimizer, at each amount sent and each second beta."""
     panels = {
-        "optimizers, saving=50, beta2 0.99": {kind: (kind, *usual[1:]) for kind in KINDS},
-        "what is sent, Adam, beta2 0.99": {sent: (usual[0], sent, usual[2]) for sent in SENT},
-        "second betas, Adam, saving=50": {f"{beta:g}": (*usual[:2], beta) for beta in SQUARES},
+        f"{sent}, beta2 {beta:g}": {kind: (kind, sent, beta if kind != "SGD" else 0.0) for kind in KINDS}
+        for sent in SENT
+        for beta in SQUARES
     }
     settings = {setting for lines in panels.values() for setting in lines.values()}
     jobs = {(setting, x): partial(measure, *setting, x, steps) for setting in sorted(settings) for x in SIGNAL}
