@@ -132,6 +132,23 @@ def test_a_residual_that_is_lifted_stays_finite():
         assert all(link.memory.residual.isfinite().all() for link in end.links)
 
 
+@pytest.mark.parametrize(("topology", "bidirectional"), [*ROUTES, *ON_NODES[:2]])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"selector": selector} for selector in SELECTED),
+        {"error_feedback": "worker"},
+        {"error_feedback": False},
+        {"momentum": 0.9, "clip_norm": 1.0},
+        {"ratio": CosineWarmup(0.01, start=0.5, steps=4)},
+    ],
+    ids=str,
+)
+def test_laws_hold_for_lifts_with_every_selector_and_memory(topology, bidirectional, settings):
+    config = TopKConfig(**{"ratio": 0.02, **settings}, bidirectional=bidirectional, topology=topology)
+    simulate(config, 3, 1500, atol=1e-4, lifts=[(64.0, 1.0, 1.0), (), (16.0, 1.0, 1024.0)])
+
+
 @routes
 def test_laws_hold_for_a_wire_that_the_fused_functions_do_not_support(topology, bidirectional, monkeypatch):
     """A new wire as CONTRIBUTING describes it; it has as many bits as int8."""

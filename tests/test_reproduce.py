@@ -15,6 +15,7 @@ from lab.bench import steps
 from lab.papers import at_size, deliveries, fine_tuning, lag, scripts, speedup
 from lightning_topk.config import TopKConfig
 from lightning_topk.optim.momentum import AdaptedMomentum, adapt_momentum
+from lightning_topk.runtime import shares
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import volume
 
@@ -58,6 +59,18 @@ def test_simulated_training_learns_and_sends_what_is_predicted(little_text, imag
     assert len(run.union) == steps
     sent = volume(TopKConfig(ratio=0.1), [len(start.start)], world=2)
     assert (run.uplink_bytes, run.downlink_bytes) == (sent.uplink, sent.downlink)
+
+
+def test_a_loss_of_small_weight_is_learned_better_with_lifts(monkeypatch):
+    """Less than a fifth of its gap to dense training is left."""
+    config, adam = TopKConfig(saving=50), replace(ADAM, lr=1e-3, clip_norm=None)
+
+    def ended(exchanged):
+        return training.train("two losses", exchanged, 2, 200, adam, 0, 32).held_loss
+
+    dense, lifted = ended(partial(at_size.PowerSGD, 0)), ended(config)
+    monkeypatch.setattr(shares, "LIFTED", 0.0)
+    assert lifted - dense < 0.2 * (ended(config) - dense)
 
 
 def test_held_out_noise_of_diffusion_is_always_the_same(images):

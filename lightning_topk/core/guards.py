@@ -1,4 +1,4 @@
-"""What can happen to a gradient on its way: unused and uncompressed parameters, local clipping, NaN, a failure.
+"""What can happen to a gradient on its way: unused, uncompressed and lifted parameters, local clipping, NaN, a failure.
 
 :func:`exchange` handles these around the exchange of a topology (:mod:`lightning_topk.core.exchange`).
 """
