@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core.endpoint import Codecs, Exchange, Outcome
-from lightning_topk.core.link import Clip
+from lightning_topk.core.link import COLUMNS, SLOPE, Clip
 from lightning_topk.core.ops import reference
 from lightning_topk.core.requests import Request
 from lightning_topk.optim.applied import faded
@@ -156,7 +156,7 @@ def simulate(
         computed.append(own.mean(0) if clip is None else clipped_mean(own, cluster, clip))
         loss, clips = None if scale is None else torch.tensor(scale), None
         if clip is not None:
-            clips = [Clip(torch.tensor([1 / clip]))] * len(mine)
+            clips = [clip_by([1 / clip]) for _ in mine]
         delivered = torch.stack(cluster.step(mine, scale=loss, fade=fade, clips=clips))
         assert delivered.dtype == dtype
         received.append(delivered if scale is None else delivered.double() / (scale or 1))
@@ -179,6 +179,13 @@ def simulate(
     settled = 0 if isinstance(config.ratio, float | None) else None  # no schedule
     check(torch.stack(computed), torch.stack(received, 1), left, sent, planned, exact, settled, atol, rtol)
     return cluster
+
+
+def clip_by(slopes: Sequence[float], of: Tensor | None = None) -> Clip:
+    """A clipping with these slopes."""
+    rows = torch.zeros(len(slopes), COLUMNS)
+    rows[:, SLOPE] = torch.tensor(slopes)
+    return Clip(rows, of)
 
 
 def clipped_mean(own: Tensor, cluster: Cluster, limit: float) -> Tensor:

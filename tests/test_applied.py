@@ -12,6 +12,7 @@ import torch
 from groups import on_ranks
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins import Precision
 from ranks import attach, attached, four_layers, gradient, log, loss_of, shared, undelivered
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +21,9 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from trainers import InThisProcess, Module, fit
 
 from lightning_topk import TopKStrategy, fabric
+from lightning_topk.bucket import Bucket
+from lightning_topk.core.link import DELIVERED, ENTERED, SLOPE
+from lightning_topk.optim.applied import Clipping
 from lightning_topk.optim.clips import READ
 from lightning_topk.runtime import residuals
 
@@ -301,6 +305,20 @@ def test_uncompressed_parameters_are_clipped_with_the_others(rank, world):
 
 
 @on_ranks(2)
+def test_the_first_gradients_of_a_bucket_that_is_not_compressed_are_clipped_by_the_user(rank, world):
+    """Nothing is known of later buckets when the first one is exchanged."""
+    net = four_layers()
+    optimizer = SGD(net.parameters(), lr=1e-4)
+    ddp = {"bucket_cap_mb": 0.001, "find_unused_parameters": True}
+    model, state = attached(net, ddp, ratio=0.05, dense_parameters="3.*", optimizer=optimizer)
+    state.optimizers.clipping.first = 0.02  # as a Trainer tells
+    loss_of(model, rank, 0).backward()
+    assert gradient(net[3]).norm() > 0.05, gradient(net[3]).norm()
+    state.optimizers.clip(optimizer, 0.02, lambda limit: CLIP(net.parameters(), limit))
+    assert gradient(net).norm() < 0.0201
+
+
+@on_ranks(2)
 def test_a_part_that_is_not_clipped_is_not_clipped_in_the_exchange(rank, world):
     """The encoder's gradients are clipped, the head's are not; with both in one bucket or apart."""
 
@@ -337,18 +355,38 @@ def test_clipping_a_second_time_what_is_delivered_costs_agreeing_gradients_half_
     assert 0.8 < dense @ once / dense.square().sum() < 1.1
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
 @on_ranks(2)
-def test_bfloat16_gradients_are_clipped_as_told(rank, world):
+def test_bfloat16_gradients_are_clipped_as_told(rank, world, default):
+    """Also where that is the default dtype, as in Lightning's bf16-true with manual optimization."""
     net = four_layers().bfloat16()
     optimizer = SGD(net.parameters(), lr=1e-4)
     model, state = attached(net, ratio=0.05, wire="bf16", optimizer=optimizer, max_norm=0.02)
-    for step in range(4):
-        net.zero_grad()
-        entering = Entering(state, net)
-        model(ranks.batch(rank, step).bfloat16()).square().mean().backward()
-        entered = entering.take().norm()
-        optimizer.step()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        for step in range(4):
+            net.zero_grad()
+            entering = Entering(state, net)
+            model(ranks.batch(rank, step).bfloat16()).square().mean().backward()
+            entered = entering.take().norm()
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
     assert 0.01 < entered < 0.03
+
+
+def test_the_limit_may_change_from_pass_to_pass_and_be_given_up():
+    bucket, clipping, slopes = Bucket([nn.Parameter(torch.ones(8))]), Clipping(1), []
+    numbers = dict.fromkeys(bucket, 0)
+    for limits in ([2.0], [4.0], (), [4.0], [5.0]):
+        clipping.begin_pass(limits, numbers)
+        if limits:
+            rows, _ = clipping.of(bucket, torch.device("cpu"))
+            slopes.append(float(rows[0, SLOPE]))
+            rows[:, ENTERED] = rows[:, DELIVERED] = 3.0
+            clipping.fold([bucket])
+    assert slopes == pytest.approx([1 / 2, 1 / 4, 1 / 4, 1 / 5])
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -438,6 +476,8 @@ def test_norms_that_cannot_be_are_refused(rank, world, max_norm, error):
     net = four_layers()
     with pytest.raises(error, match="max_norm="):
         attached(net, ratio=0.1, optimizer=[SGD(net.parameters())], max_norm=max_norm)
+    with pytest.raises(ValueError, match="pass optimizer="):
+        attached(net, ratio=0.1, max_norm=[1.0])
 
 
 # -------------------------------------------------------------------------------------------- the strategies
@@ -493,9 +533,11 @@ def test_a_trainer_tells_of_its_clipping_and_leaves_out_what_the_exchange_has_do
     assert all(0.02 < each < 0.08 for each in entered), entered
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @on_ranks(2)
-def test_manual_optimization_tells_of_its_clipping_from_the_second_pass_on(rank, world):
-    entered, limits = fitted(rank, world, ByHand())
+def test_manual_optimization_tells_of_its_clipping_from_the_second_pass_on(rank, world, precision):
+    """With bf16-true, bfloat16 is the default dtype in training_step."""
+    entered, limits = fitted(rank, world, ByHand(), precision=precision)
     assert limits == [()] + [(0.05, math.inf)] * 7
     assert all(0.02 < each < 0.08 for each in entered[1:]), entered
 
@@ -505,11 +547,19 @@ class OwnRule(Clipped):
         CLIP([*self.parameters()][:1], gradient_clip_val)
 
 
-@pytest.mark.parametrize("algorithm", ["value", "norm"])
+class OwnPrecision(Precision):
+    def clip_grad_by_norm(self, optimizer, clip_val):
+        CLIP(self.main_params(optimizer), clip_val, norm_type=1.0)
+
+
+@pytest.mark.parametrize("rule", ["by value", "of the module", "of the precision plugin"])
 @on_ranks(2)
-def test_clipping_by_value_or_by_a_users_own_rule_is_not_told(rank, world, algorithm):
-    module = OwnRule() if algorithm == "norm" else Clipped()
-    _, limits = fitted(rank, world, module, gradient_clip_val=0.05, gradient_clip_algorithm=algorithm)
+def test_clipping_by_value_or_by_a_users_own_rule_is_not_told(rank, world, rule):
+    module, options = OwnRule() if rule == "of the module" else Clipped(), {}
+    if rule == "of the precision plugin":
+        options["plugins"] = [OwnPrecision()]
+    algorithm = "value" if rule == "by value" else "norm"
+    _, limits = fitted(rank, world, module, gradient_clip_val=0.05, gradient_clip_algorithm=algorithm, **options)
     assert limits == [()] * 8
 
 

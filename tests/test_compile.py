@@ -15,6 +15,7 @@ from lightning_topk.bucket import plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout, k_of
+from lightning_topk.core.link import COLUMNS
 from lightning_topk.core.ops.reference import Rule, Stepped
 from lightning_topk.core.wire import WIRES, Codec
 
@@ -56,7 +57,7 @@ def launched(
     """The launched kernels in exchanges of a gradient ``[numel]``, and in a step of momentum."""
     found = {name: Launched(each) for name, each in vars(kernels).items() if isinstance(each, triton.JITFunction)}
     layout, e, x, scale = Layout(numel, 8), torch.zeros(numel), torch.zeros(numel), torch.ones(()) if scaled else None
-    limit = (torch.ones(1), 1.0, torch.zeros(3)) if scaled else None
+    limit = (1.0, torch.ones(1, COLUMNS)) if scaled else None
     with mock.patch.multiple(kernels, **found), mock.patch.object(torch, "_assert_async"):
         for ratio in ratios:
             codec = Codec(WIRES[wire], layout.shard_size, layout.k_per_shard(k_of(numel, ratio)))

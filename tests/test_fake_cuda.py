@@ -20,18 +20,20 @@ from laws import ON_NODES, ROUTES, SELECTED, WIRES
 from streams import Kernel, replace_kernels, reply_to
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_topk.bucket import Bucket, plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import guards, ops
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.layout import Layout
-from lightning_topk.core.link import NOTHING, Clip, Measure, Step
+from lightning_topk.core.link import COLUMNS, NOTHING, Clip, Measure, Step
 from lightning_topk.core.ops import reference
 from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
 from lightning_topk.core.wire import Codec
 from lightning_topk.optim.applied import Clipping
 from lightning_topk.optim.momentum import adapt_momentum
+from lightning_topk.runtime.groups import Groups
 from lightning_topk.systems import presets
 
 CUDA = torch.device("cuda", 0)
@@ -124,7 +126,7 @@ def copies_of(
     watch, clip = Copies(), None
     if limits:
         of = None if limits == 1 else torch.zeros(len(SIZES), dtype=torch.int64, device=CUDA)
-        clip = Clip(torch.zeros(limits, device=CUDA), of)
+        clip = Clip(torch.zeros(limits, COLUMNS, device=CUDA), of)
     for step in range(2):
         codecs = plan.codecs(selector=end.uplink.selector)
         g = torch.empty(sum(SIZES), device=CUDA, dtype=dtype)
@@ -211,9 +213,80 @@ def test_an_exchange_takes_the_launches_in_the_guide_however_many_parameters_the
 @pytest.mark.parametrize(("scaled", "more"), [(False, 2), (True, 3)])
 def test_clipping_takes_the_launches_in_the_guide_and_fading_none(fake, monkeypatch, scaled, more):
     monkeypatch.setattr(ops, "fast", lambda device: fake)
-    plan, clip = plan_bucket(TopKConfig(saving=50), [25_000_000], 4, 1), Clip(torch.zeros(1, device=CUDA))
+    plan, clip = plan_bucket(TopKConfig(saving=50), [25_000_000], 4, 1), Clip(torch.zeros(1, COLUMNS, device=CUDA))
     counts = [launches_of(plan, torch.float32, scaled, *each).count() for each in ((), (0.5,), (0.5, clip))]
     assert counts == [counts[0], counts[0], counts[0] + more]
+
+
+class Addresses(TorchDispatchMode):
+    """Lists what operations and kernels are called with: numbers, and tensors by their memory.
+
+    Memory that was allocated in this context is left out: a CUDA graph has its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[tuple[Any, ...]] = []
+        self.made: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = self.note(str(function), args, kwargs)
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in given:
+                self.made[each.untyped_storage()._cdata] = each
+        return result
+
+    def note(self, *call: Any) -> set[int]:
+        """Notes a call; returns the memory of its tensors."""
+        memory, noted = set(), []
+        for each in tree_leaves(call):
+            if isinstance(each, torch.Tensor):
+                at = each.untyped_storage()._cdata
+                memory.add(at)
+                each = None if at in self.made else (at, each.storage_offset())
+            noted.append(str(each) if isinstance(each, float) else each)  # NaN equals nothing
+        self.called.append((*noted,))
+        return memory
+
+
+@pytest.mark.parametrize(
+    ("topology", "dtype", "scaled", "limits"),
+    [
+        ("sharded", torch.float32, False, 0),
+        ("sharded", torch.float32, False, 1),
+        ("sharded", torch.bfloat16, True, 1),
+        ("hierarchical", torch.float32, True, 1),
+        ("single_server", torch.float32, False, 1),
+    ],
+)
+def test_a_pass_uses_the_memory_and_the_numbers_of_the_one_before(fake, monkeypatch, topology, dtype, scaled, limits):
+    """So CUDA graphs could replay the segments of an exchange between its requests."""
+    monkeypatch.setattr(ops, "fast", lambda device: fake)
+    monkeypatch.setattr(torch, "_assert_async", lambda *_: None)
+    plan = plan_bucket(TopKConfig(saving=50, topology=topology), [400_000, 300_000], WORLD, LOCAL, dtype.itemsize)
+    end, groups = plan.endpoint(0, dtype, CUDA), Groups({}, 0, WORLD, CUDA, LOCAL, None)
+    bucket = Bucket([torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in plan.parts.sizes])
+    clipping = Clipping(WORLD)
+    scale = torch.full((), 2.0**16, device=CUDA) if scaled else None
+    g, passes = torch.empty(plan.numel, device=CUDA, dtype=dtype), list[Addresses]()
+    told, buckets = ([1.0] * limits, {p: number % max(1, limits) for number, p in enumerate(bucket)}), [bucket]
+    replace_kernels(monkeypatch.setattr, lambda name, _: Kernel(lambda *call: passes[-1].note(name, call)))
+    for number in range(4):
+        clipping.begin_pass(*told)
+        step = Step(number, scale, clip=clipping.of(bucket, CUDA) if limits else None)
+        passes.append(Addresses())
+        with passes[-1], contextlib.suppress(StopIteration):
+            path, reply = guards.exchange(end, g, plan.codecs(), step), None
+            for place in itertools.count():
+                request = path.send(reply)
+                reply = reply_to(request, 0, WORLD, LOCAL)
+                if reply is not None and reply is not request.payload:
+                    reply = groups.reply(place, CUDA, *reply.shape)
+        if limits:
+            clipping.fold(buckets)
+    assert passes[2].called == passes[3].called
+    assert len(passes[2].called) > 20
 
 
 def test_sends_are_bound_once_and_use_the_same_memory_in_every_pass(fake, monkeypatch):
@@ -325,14 +398,13 @@ def test_copies_and_waits_are_detected(fake, monkeypatch):
 @pytest.mark.parametrize("limits", [[1.0], [1.0, 2.0]])
 def test_the_norm_of_offloaded_gradients_meets_those_of_the_exchange(fake, monkeypatch, limits):
     """With FSDP2's CPUOffloadPolicy, the user clips gradients on the CPU that a GPU exchanged."""
-    monkeypatch.setattr(ops, "use_here", lambda *_: None)  # there is no stream
     bucket = Bucket([torch.nn.Parameter(torch.empty(8, device=CUDA))])
     clipping = Clipping(2)
     told = limits, dict.fromkeys(bucket, 0)
     for _ in range(2):
         clipping.begin_pass(*told)
         clip = clipping.of(bucket, CUDA)
-        assert clip.slopes.device.type == "cuda"
-        clipping.fold([bucket], [torch.ones(2, len(clip.slopes), device=CUDA)])
+        assert clip.rows.device.type == "cuda"
+        clipping.fold([bucket])
         clipping.note(0, torch.ones(()))
     clipping.begin_pass(*told)

@@ -16,7 +16,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core import ops
 from lightning_topk.core.exchange import TOPOLOGIES
 from lightning_topk.core.layout import Layout
-from lightning_topk.core.link import Link, deliver
+from lightning_topk.core.link import COLUMNS, ENTERED, EXCESS, FACTOR, SLOPE, Link, deliver
 from lightning_topk.core.memory import Residual
 from lightning_topk.core.ops import reference
 from lightning_topk.core.ops.reference import Rule, Stepped
@@ -242,17 +242,18 @@ def test_a_loss_scale_is_removed_and_applied_and_what_waits_fades_in_the_same_la
 @pytest.mark.parametrize(("slope", "scale", "dtype"), [(0.1, None, torch.float32), (1e-3, 8.0, torch.bfloat16)])
 def test_a_gradient_is_clipped_where_it_is_sent(slope, scale, dtype):
     """By its norm, and that of the other parts of a node's ranks."""
-    layout, row = Layout(9_001, 3), torch.empty(3, device=DEVICE)
+    layout, rows = Layout(9_001, 3), torch.zeros(1, COLUMNS, device=DEVICE)
     codec, (e, x) = Codec(WIRES["fp32"], layout.shard_size, 200), inputs("normal", layout.numel)
-    x, limit = x.to(dtype), torch.tensor([slope], device=DEVICE)
+    x, rows[0, SLOPE] = x.to(dtype), slope
     factor = None if scale is None else torch.tensor(scale, device=DEVICE)
     norm = x.double().norm() / (scale or 1) * 2**0.5
     excess = max(1.0, float(norm) * slope)
     assert (excess > 1) == (scale is None)
     kept, expected = e.clone(), x.clone()
-    payload = cuda.Send(kept, layout, ops.Scratch())(x, codec.format(), None, factor, 1.0, (limit, 2**0.5, row))
-    torch.testing.assert_close(row.tolist(), [excess * (scale or 1), float(norm) / excess, excess])
-    assert torch.equal(payload, separate(e, expected.float() * row[0].reciprocal(), layout, codec))
+    payload = cuda.Send(kept, layout, ops.Scratch())(x, codec.format(), None, factor, 1.0, (2**0.5, rows))
+    found = rows[0, [FACTOR, ENTERED, EXCESS]].tolist()
+    torch.testing.assert_close(found, [excess * (scale or 1), float(norm) / excess, excess])
+    assert torch.equal(payload, separate(e, expected.float() * rows[0, FACTOR].reciprocal(), layout, codec))
     assert torch.equal(kept, e)
     assert not x.any()
 

@@ -19,7 +19,7 @@ from lightning_topk.config import TopKConfig
 from lightning_topk.core import select
 from lightning_topk.core.guards import exchange
 from lightning_topk.core.layout import NodeShards
-from lightning_topk.core.link import NOTHING, Clip, Measure, Step
+from lightning_topk.core.link import DELIVERED, ENTERED, NOTHING, Measure, Step
 from lightning_topk.core.ops.reference import join_parts, split_parts
 from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
 from lightning_topk.core.wire import Codec, Wire
@@ -405,10 +405,14 @@ def test_each_parameter_is_clipped_by_its_own_limit_also_an_uncompressed_one(top
             assert excess > 1
             entered.append(torch.cat([first / excess, second / excess, third]))
         total += torch.stack(entered).mean(0)
-        total -= cluster.step(mine, clips=[Clip(torch.tensor([1 / limit, 0.0]), of)] * 4)[0]
-        norms = cluster.outcomes[0].norms
-        assert [len(each) for each in norms] == [2, 2]
-        assert norms[0][0] == pytest.approx(limit)
+        clips = [laws.clip_by([1 / limit, 0.0], of) for _ in mine]
+        delivered = cluster.step(mine, clips=clips)[0]
+        total -= delivered
+        first, second, third = delivered.split(sizes)
+        norms = torch.stack([torch.cat([first, second]).norm(), third.norm()])
+        for rows, _ in clips:
+            assert rows[0, ENTERED] == pytest.approx(limit)
+            torch.testing.assert_close(rows[:, DELIVERED], norms)
     torch.testing.assert_close(laws.undelivered(cluster), total, atol=1e-5, rtol=1e-5)
 
 

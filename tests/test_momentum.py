@@ -261,6 +261,19 @@ def test_gradients_that_agree_move_an_entry_about_as_far_as_in_dense_training(mo
     assert least < agreement.measure(kind, "saving=50", 0.99, signal, 200) < most
 
 
+def test_the_default_dtype_changes_nothing():
+    """Lightning changes it in training_step, where a module may step its optimizers."""
+    found, default, gradients = [], torch.get_default_dtype(), 4 * delivered()
+    for dtype in (torch.float32, torch.float16):
+        optimizer, parameter = adapted(Adam, torch.ones(SIZE), lr=0.1, betas=(0.9, 0.99))
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(stepped(optimizer, parameter, gradients))
+        finally:
+            torch.set_default_dtype(default)
+    assert torch.equal(*found)
+
+
 def test_only_a_parameters_own_signs_move_it_further():
     ends = []
     for several in (1, 2):

@@ -218,6 +218,20 @@ def test_groups_of_a_bucket_fade_apart_if_they_differ_and_together_if_they_nearl
         assert left == pytest.approx((1.005**-step, 1.004**-step), rel=0.02)
 
 
+def test_a_parameter_that_passes_left_out_while_the_rate_rose_fades_by_all_of_that():
+    """FSDP2 exchanges the parameters that a pass used."""
+    one, other = (nn.Parameter(torch.zeros(64)) for _ in range(2))
+    both, alone, group_of, residuals = Bucket((one, other)), Bucket((one,)), {one: 0, other: 0}, Residuals()
+    rates = [0.1, 0.1, 0.2, 0.4, 0.8]
+    for bucket, rate, last in zip([both, both, alone, alone, both], rates, [None, *rates], strict=False):
+        plan = plan_bucket(TopKConfig(ratio=0.1), [64] * len(bucket), 2)
+        residual = residuals.endpoint(bucket, plan).uplink.memory.residual
+        if last is None:
+            residual.fill_(1.0)
+        residual *= residuals.fade(bucket, Rates(group_of, (rate,), (last,)))
+    torch.testing.assert_close(residual, torch.full((128,), 1 / 8))
+
+
 def test_groups_that_fall_to_a_least_rate_leave_the_residuals_alone(monkeypatch):
     """Their factors of the rate differ by little in every step."""
     monkeypatch.setattr("lightning_topk.runtime.residuals.multiply_", mock.Mock(side_effect=AssertionError))

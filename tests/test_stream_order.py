@@ -79,7 +79,7 @@ def gpu(monkeypatch):
     replace_kernels(monkeypatch.setattr, lambda *_: Kernel(followed.launch))
     monkeypatch.setattr(ddp, "GradBucket", Bucket)
 
-    def perform(request, group, wait, across_nodes):
+    def perform(request, groups, place, wait):
         reply = reply_to(request, 0, WORLD, LOCAL)
         return reply if reply is None else reply.zero_()
 

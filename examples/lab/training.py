@@ -238,9 +238,8 @@ class Workers:
         mine = [*zip(self._clippings, self._buckets, strict=False)]  # none if nothing was told
         clips = [each.of(bucket, gradients[0].device) for each, bucket in mine]
         delivered = self.cluster.step(gradients, epoch, fade=fade, clips=clips)
-        for (each, bucket), outcome in zip(mine, self.cluster.outcomes, strict=False):
-            if outcome.norms is not None:
-                each.fold([bucket], [outcome.norms])
+        for each, bucket in mine:
+            each.fold([bucket])
         return delivered
 
     def _lift(self, shares: Shares, gradient: Tensor) -> None:

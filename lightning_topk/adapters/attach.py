@@ -94,6 +94,8 @@ def attach(
     check_count("local_world_size", local_world_size)
     getter(optimizer)
     check_max_norm(max_norm)
+    if isinstance(max_norm, list | tuple) and optimizer is None:
+        raise ValueError(f"max_norm={max_norm!r} has a norm for each optimizer: pass optimizer= too, or one number.")
     if epoch is not None:
         check_function("epoch", epoch)
     earlier = None if residuals is None else residuals.state

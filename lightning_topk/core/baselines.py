@@ -52,8 +52,8 @@ def dense(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Path:
     """All-reduces the mean in the bucket's dtype, as DDP does: no compression and no residual."""
     link, sizes = end.uplink, end.plan.parts.sizes
     if step.clip is not None:
-        link.clipped = step.clip.measured(step.clip.norms(g, sizes, step.scale))
-        g.div_(step.clip.spread(link.clipped[1], sizes))
+        step.clip.enter(step.clip.norms(g, sizes, step.scale))
+        g.div_(step.clip.spread(sizes))
     if step.measure.error:
         energy = norm(g, step.scale).square()
         link.error = torch.stack([energy, torch.zeros_like(energy)])

@@ -289,7 +289,6 @@ class Outcome:
     finite: Tensor  # scalar bool, the same on every rank: whether all delivered values are finite
     errors: Sequence[Tensor | None] = ()  # of each link
     per_layer: Tensor | None = None
-    norms: tuple[Tensor, Tensor] | None = None  # each [limits] float32: of this worker's gradient; delivered
 
 
 Exchange = Generator[Request, Any, Outcome]

@@ -54,18 +54,17 @@ def exchange(
         if link.lifts:
             multiply_(g, sizes, [1 / lift for lift in link.lifts])
         if places:
-            if limits is not None and link.clipped is not None:
-                apart.div_(limits.spread(link.clipped[1], lengths))
+            if limits is not None:
+                apart.div_(limits.spread(lengths))
             total = yield AllReduce(apart.div_(plan.workers), "uplink")
             for place, summed in zip(places, total.split(lengths), strict=True):
                 place += summed  # the exchange may have delivered a residual of earlier settings here
             finite = finite & reference.is_finite(total)
-        norms = None
-        if clip is not None and link.clipped is not None:
-            norms = link.clipped[0], clip.norms(g, sizes, scale)
+        if clip is not None:
+            clip.deliver(g, sizes, scale)
         ops.nan_unless_(g, end.starts, finite)
         errors = [each.error for each in end.links] if step.measure.error else ()
-        return Outcome(finite, errors, link.per_layer, norms)
+        return Outcome(finite, errors, link.per_layer)
     except BaseException:  # also GeneratorExit, if another exchange has failed
         for each in end.links:
             each.take_back()
@@ -74,7 +73,7 @@ def exchange(
         for part, before, absent, factor in held:
             part.copy_(torch.where(absent, before * factor, part))
         for each in end.links:
-            each.sent = each.clipped = each.error = each.per_layer = None
+            each.sent = each.error = each.per_layer = None
 
 
 def _set_aside(

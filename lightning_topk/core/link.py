@@ -37,15 +37,24 @@ class Measure:
 NOTHING = Measure()
 
 
+FACTOR, SLOPE, EXCESS, ENTERED, DELIVERED = range(5)
+"""Columns of :attr:`Clip.rows`."""
+COLUMNS = 8  # with those of `optim.applied`; kernels assume that each row is aligned to 16 bytes
+
+
 class Clip(NamedTuple):
     """The user's clipping of the mean gradient, by one limit or by several, each of some parameters.
 
+    A gradient of norm n is divided by its excess, n times the slope, if that is above 1.
+
     Attributes:
-        slopes: ``[limits]`` float32. A gradient of norm n is divided by n times the slope, if that is above 1.
+        rows: ``[limits, COLUMNS]`` float32, contiguous. The slope is given. Exchanges write the excess, at least 1; the
+            norm of the gradient as it enters, divided by that; the norm of what is delivered; and where a kernel clips
+            the product of the excess and the loss scale, FACTOR. No norm contains the loss scale.
         of: ``[parameters]`` int64, the number of each parameter's limit; None if there is one.
     """
 
-    slopes: Tensor
+    rows: Tensor
     of: Tensor | None = None
 
     def norms(self, x: Tensor, sizes: Sequence[int], scale: Tensor | None) -> Tensor:
@@ -53,25 +62,36 @@ class Clip(NamedTuple):
         if self.of is None:
             return norm(x, scale, torch.float32).view(1)
         squares = torch.stack([norm(part, scale, torch.float32) for part in x.split(sizes)]).square()
-        return torch.zeros_like(self.slopes).index_add_(0, self.of, squares).sqrt()
+        return squares.new_zeros(len(self.rows)).index_add_(0, self.of, squares).sqrt()
 
-    def measured(self, norms: Tensor) -> Tensor:
-        """``[2, limits]``: the norms once they are clipped, and the factors by which they are too large, at least 1."""
-        excess = (norms * self.slopes).clamp_(min=1)
-        return torch.stack([norms / excess, excess])
+    def enter(self, norms: Tensor) -> Tensor:
+        """Takes the norms ``[limits]`` of a gradient that is to be clipped; returns its excess ``[limits]``."""
+        excess = torch.clamp(norms * self.rows[:, SLOPE], min=1, out=self.rows[:, EXCESS])
+        torch.div(norms, excess, out=self.rows[:, ENTERED])
+        return excess
 
-    def spread(self, factors: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The factor of each element of parameters of ``sizes``, or a scalar; ``factors`` are ``[limits]``."""
+    def deliver(self, g: Tensor, sizes: Sequence[int], scale: Tensor | None) -> None:
+        """Takes what was delivered, ``[numel]``."""
+        if self.of is None and g.dtype != torch.float64:  # in place: one launch less
+            length = torch.linalg.vector_norm(g, dtype=torch.float32, out=self.rows[0, DELIVERED])
+            if scale is not None:
+                length.div_(scale)
+        else:
+            self.rows[:, DELIVERED] = self.norms(g, sizes, scale)
+
+    def spread(self, sizes: Sequence[int]) -> Tensor:
+        """The excess of each element of parameters of ``sizes``, or a scalar."""
+        excess = self.rows[:, EXCESS]
         if self.of is None:
-            return factors[0]
-        repeats = ops.to_device(torch.tensor(sizes), factors.device)
-        return factors[self.of].repeat_interleave(repeats, output_size=sum(sizes))
+            return excess[0]
+        repeats = ops.to_device(torch.tensor(sizes), excess.device)
+        return excess[self.of].repeat_interleave(repeats, output_size=sum(sizes))
 
     def among(self, numbers: Sequence[int]) -> Clip:
         """The same for some of the parameters."""
         if self.of is None:
             return self
-        return Clip(self.slopes, self.of[ops.to_device(torch.tensor(numbers), self.of.device)])
+        return Clip(self.rows, self.of[ops.to_device(torch.tensor(numbers), self.of.device)])
 
 
 @dataclass(frozen=True)
@@ -101,7 +121,6 @@ class Link:
         lifts: Powers of two by which the gradient of each parameter counts more in the selection; empty: none does.
             The memory is in these units.
         sent: Payloads ``[shards, P]`` uint8 and their codec, of an exchange in progress, while nobody else has them.
-        clipped: ``[2, limits]`` float32, norms of its gradient as it entered, and its excess before; if it is clipped.
         error: ``[2]`` float64, ‖a‖² and ‖a - C(a)‖²; if measured.
         per_layer: ``[3, parameters]`` float64, ‖a‖², ‖a - C(a)‖² and entries sent, by parameter; if measured.
     """
@@ -115,7 +134,6 @@ class Link:
     function: ops.Sender | None = field(default=None, init=False)  # does the same in one pass over memory
     lifts: Sequence[float] = field(default=(), init=False)
     sent: tuple[Tensor, Codec] | None = field(default=None, init=False)
-    clipped: Tensor | None = field(default=None, init=False)
     error: Tensor | None = field(default=None, init=False)
     per_layer: Tensor | None = field(default=None, init=False)
 
@@ -147,8 +165,7 @@ class Link:
         if self.function is not None and not step.measure.error:
             form = codec.form if to is None else codec.format(to)
             if clip is not None:
-                limit = clip.slopes, math.sqrt(self.count), x.new_empty(3, dtype=torch.float32)
-                self.clipped = limit[2][1:].view(2, 1)
+                limit = math.sqrt(self.count), clip.rows
             payloads = self.function(x, form, to, scale, step.fade, limit)
         if payloads is None:
             scale = scale if clip is None else self._clip(x, clip, step)
@@ -159,10 +176,9 @@ class Link:
     def _clip(self, x: Tensor, clip: Clip, step: Step) -> Tensor | None:
         """Finds by how much a gradient exceeds its limits; returns the scalar by which it must be divided, if any."""
         norms = clip.norms(x, self.sizes, step.scale) * math.sqrt(self.count)
-        self.clipped = clip.measured(norms if step.apart is None else norms.hypot(step.apart))
-        excess = self.clipped[1]
+        excess = clip.enter(norms if step.apart is None else norms.hypot(step.apart))
         if clip.of is not None:
-            x.div_(clip.spread(excess, self.sizes))
+            x.div_(clip.spread(self.sizes))
         elif not ops.on_cpu(x) or excess > 1:  # a CPU saves a pass over a gradient that is not clipped
             return excess[0] if step.scale is None else step.scale * excess[0]
         return step.scale

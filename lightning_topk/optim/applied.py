@@ -27,12 +27,14 @@ from torch import Tensor
 
 from lightning_topk.bucket import Bucket
 from lightning_topk.core import ops
-from lightning_topk.core.link import Clip
+from lightning_topk.core.link import COLUMNS, DELIVERED, ENTERED, SLOPE, Clip
 
 FALL = 0.99
 """Least rate of a pass over the one before that counts for what waits: rates of 0, and restarts, erase nothing."""
 MEMORY = 0.9
 """Weight of the passes before in running means of energies."""
+MEANS, RATIO = slice(DELIVERED + 1, DELIVERED + 3), DELIVERED + 3
+"""More columns of :attr:`.Clip.rows`: running means of energies, entered and delivered; the slope of a limit of 1."""
 
 
 def faded(before: float, rate: float) -> tuple[float, float]:
@@ -73,18 +75,18 @@ class _OfBucket:
     Attributes:
         number_of: The numbers of all parameters' limits; with others, it begins again.
         number: The number of its limit, or ``[parameters]`` int64, that of each of its parameters'.
-        energies: ``[2, limits]``, running means: as entered, and as delivered.
-        slopes: ``[limits]``, of limits of 1.
+        rows: ``[limits, COLUMNS]``, see :class:`.Clip`; of all limits.
+        limits: The limits for which its slopes were computed.
     """
 
     number_of: Mapping[Tensor, int]
     number: int | Tensor
-    energies: Tensor | None = None
-    slopes: Tensor | None = None
+    rows: Tensor
+    limits: Sequence[float] = ()
 
 
 class Clipping:
-    """The user's clipping for each bucket, as :class:`.Clip`. Norms and energies stay on the device.
+    """The user's clipping for each bucket, as :class:`.Clip`. One table has the rows of the last pass's buckets.
 
     ``workers`` exchange; ``shards`` is the group of all ranks that exchange a shard of the same gradients, if there are
     several.
@@ -100,7 +102,9 @@ class Clipping:
 
     def _reset(self) -> None:
         self._inverses: Tensor | None = None  # [limits], of the limits
-        self._folded: tuple[Sequence[Bucket], Tensor, Tensor] | None = None  # the last pass
+        self._buckets: Sequence[Bucket] = ()  # of the last pass
+        self._table = torch.empty(0)  # [buckets, limits, COLUMNS], of them
+        self._folded = False  # whether no slopes were estimated since that pass
         self._seen: dict[int, Tensor] = {}  # by number of a limit, see `note`
         self._changed: Tensor | float = 1.0  # [limits], the factor by which the user changes gradients before clipping
 
@@ -109,10 +113,10 @@ class Clipping:
         if number_of is not self._number_of:
             self._reset()
         if limits != self.limits:
-            self._inverses = None
-        self.limits, self._number_of = limits, number_of
-        if self._folded is not None:
-            self._estimate(*self._folded)
+            self.limits, self._inverses = limits, None
+        self._number_of = number_of
+        if self._folded:
+            self._estimate()
 
     def note(self, number: int, norm: Tensor) -> None:
         """Takes the norm of the gradients that the user clips, before that: they may have been changed since backward.
@@ -122,34 +126,25 @@ class Clipping:
         self._seen[number] = norm.float()
 
     @torch.no_grad()
-    def fold(self, buckets: Sequence[Bucket], norms: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Takes the norms of all buckets of a pass, see :class:`.Outcome`."""
-        known = [bucket.clipping for bucket in buckets]
-        if any(each is None or each.number_of is not self._number_of for each in known):
+    def fold(self, buckets: Sequence[Bucket]) -> None:
+        """Takes the norms of all buckets of a pass from their rows."""
+        buckets = [*dict.fromkeys(buckets)]
+        if any(bucket.clipping.number_of is not self._number_of for bucket in buckets):
             return  # of limits before these
-        count, every = len(self.limits), []
-        for each, pair in zip(known, norms, strict=True):
-            alone = isinstance(each.number, int) and count > 1
-            for found in pair:
-                every.append(torch.nn.functional.pad(found, (each.number, count - 1 - each.number)) if alone else found)
-        squares = torch.stack(every).view(-1, 2, count).square()
-        none = torch.zeros_like(squares[0])
-        energies = [none if each.energies is None else each.energies for each in known]
-        ops.use_here(*energies)
-        before = torch.stack(energies)
-        means = torch.where(squares.isfinite().all(), MEMORY * before + (1 - MEMORY) * squares, before)
-        for each, mean in zip(known, means, strict=True):
-            each.energies = mean
-        self._folded = buckets, means, squares[:, 1]
+        if buckets != self._buckets:
+            self._buckets, self._table = buckets, torch.stack([bucket.clipping.rows for bucket in buckets])
+            for bucket, rows in zip(buckets, self._table, strict=True):
+                bucket.clipping.rows = rows
+        means, squares = self._table[..., MEANS], self._table[..., ENTERED : DELIVERED + 1].square()
+        means.copy_(torch.where(squares.isfinite().all(), MEMORY * means + (1 - MEMORY) * squares, means))
+        self._folded = True
 
     @torch.no_grad()
-    def _estimate(self, buckets: Sequence[Bucket], means: Tensor, delivered: Tensor) -> None:
+    def _estimate(self) -> None:
         """Estimates the slopes of the buckets of the last pass."""
-        self._folded = None
-        ops.use_here(means, delivered)
-        entered, arrived = means.unbind(1)
+        self._folded, (entered, arrived) = False, self._table[..., MEANS].unbind(-1)
         mean = arrived.clamp(entered / self._workers, entered)  # of pure noise, and without any
-        sums = torch.stack([mean.sum(0), delivered.sum(0)])
+        sums = torch.stack([mean.sum(0), self._table[..., DELIVERED].square().sum(0)])
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
         total, last = sums.unbind()
@@ -159,9 +154,12 @@ class Clipping:
             changed = torch.stack([each.to(last.device, non_blocking=True) for each in seen]) / last.sqrt()
             self._seen = {}
             self._changed = torch.where(changed.isfinite() & (changed > 0), changed, self._changed)
-        slopes = (total / entered).sqrt().nan_to_num(1.0, posinf=1.0) * self._changed
-        for bucket, slope in zip(buckets, slopes, strict=True):
-            bucket.clipping.slopes = slope
+        slopes = (total / entered).sqrt().nan_to_num(1.0, posinf=1.0)
+        torch.mul(slopes, self._changed, out=self._table[..., RATIO])
+        if self.limits:  # else the user has stopped clipping
+            torch.mul(self._table[..., RATIO], self._inverse(last.device), out=self._table[..., SLOPE])
+        for bucket in self._buckets:
+            bucket.clipping.limits = self.limits
 
     def of(self, bucket: Bucket, device: torch.device) -> Clip:
         """The clipping of a bucket's gradient in this pass, if any was told."""
@@ -169,14 +167,21 @@ class Clipping:
         if known is None or known.number_of is not self._number_of:
             numbers = [self._number_of.get(p, len(self.limits) - 1) for p in bucket]
             number = numbers[0] if len({*numbers}) == 1 else ops.to_device(torch.tensor(numbers), device)
-            known = bucket.clipping = _OfBucket(self._number_of, number)
+            rows = torch.zeros(len(self.limits), COLUMNS, dtype=torch.float32)
+            rows[:, RATIO] = torch.tensor(self._by_size(bucket), dtype=torch.float32)
+            known = bucket.clipping = _OfBucket(self._number_of, number, ops.to_device(rows, device))
+        number, rows = known.number, known.rows
+        if known.limits is not self.limits:
+            known.limits = self.limits
+            torch.mul(rows[:, RATIO], self._inverse(device), out=rows[:, SLOPE])
+        return Clip(rows[number : number + 1]) if isinstance(number, int) else Clip(rows, number)
+
+    def _inverse(self, device: torch.device) -> Tensor:
+        """The inverses ``[limits]`` of the limits."""
         if self._inverses is None:
-            self._inverses = ops.to_device(torch.tensor([1 / limit for limit in self.limits]), device)
-        slopes, number = known.slopes, known.number
-        if slopes is None:
-            slopes = ops.to_device(torch.tensor(self._by_size(bucket)), device)
-        slopes = slopes * self._inverses
-        return Clip(slopes[number : number + 1]) if isinstance(number, int) else Clip(slopes, number)
+            inverses = torch.tensor([1 / limit for limit in self.limits], dtype=torch.float32)
+            self._inverses = ops.to_device(inverses, device)
+        return self._inverses
 
     def _by_size(self, bucket: Bucket) -> list[float]:
         """Slopes ``[limits]`` of a bucket of unknown energy, as if all elements had the same."""

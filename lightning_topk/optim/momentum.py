@@ -342,9 +342,10 @@ class _Agreements:
     SIZE = 256
 
     def __init__(self, device: torch.device) -> None:
-        counts = torch.zeros(self.SIZE, 2 * reference.RANGES, device=device)
-        self.tensors = counts, counts.int(), torch.zeros(self.SIZE, reference.RANGES, device=device)  # see fold_signs_
-        _, fresh, ratio = self.tensors
+        zeros = partial(torch.zeros, self.SIZE, device=device)  # with a dtype, since Lightning may change the default
+        counts, fresh = (zeros(2 * reference.RANGES, dtype=dtype) for dtype in (torch.float32, torch.int32))
+        ratio = zeros(reference.RANGES, dtype=torch.float32)
+        self.tensors = counts, fresh, ratio  # see fold_signs_
         self.unused = [*zip(ratio, fresh, strict=True)]
 
 

@@ -6,29 +6,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Broadcast, Gather, Request
-from lightning_topk.runtime.groups import all_gather
+from lightning_topk.runtime.groups import Groups, all_gather
 
 
-def perform(
-    request: Request,
-    group: dist.ProcessGroup,
-    wait: Callable[[dist.Work], None] | None,
-    across_nodes: bool,
-) -> Tensor | None:
-    """Performs one request as a collective, of ranks that share nodes if ``across_nodes``, of which there are several.
+def perform(request: Request, groups: Groups, place: int, wait: Callable[[dist.Work], None] | None) -> Tensor | None:
+    """Performs a request of an exchange, the one at this ``place`` in it, as a collective.
 
-    Returns the reply (see the request's class). With ``wait`` the collective runs in the background until that returns.
+    Returns the reply (see the request's class), in memory of the ``groups``; that of an all-reduce in the payload. With
+    ``wait`` the collective runs in the background until that returns.
     """
-    payload, rank, world = request.payload, dist.get_rank(group), dist.get_world_size(group)
+    group, payload = groups.among[request.among], request.payload
+    rank, world, device = dist.get_rank(group), dist.get_world_size(group), payload.device
     if payload.is_cuda and "cuda:gloo" in dist.get_backend_config(group):
         # gloo supports most collectives on CPU tensors only: the payload is copied there and back, and the host waits.
-        reply = perform(replace(request, payload=payload.cpu()), group, None, across_nodes)
-        return None if reply is None else reply.to(payload.device)
+        reply = perform(replace(request, payload=payload.cpu()), groups, place, None)
+        return None if reply is None else reply.to(device)
+    across_nodes = request.among == "all" and 1 < groups.local < groups.world
     if isinstance(request, AllGather) and not payload.is_cuda and not across_nodes:
         # gloo gathers in a ring of W - 1 steps, one after the other. An all-to-all of W copies takes one step, but each
         # rank of another node gets a copy of its own: a ring sends fewer bytes between nodes of several ranks.
@@ -38,22 +35,22 @@ def perform(
     root = dist.get_global_rank(group, 0)
     received: Tensor | None
     if isinstance(request, AllToAll):
-        received = torch.empty_like(payload)
+        received = groups.reply(place, device, *payload.shape)
         work = dist.all_to_all_single(received, payload, **options)
     elif isinstance(request, AllGather):
-        received = payload.new_empty(world, len(payload))
+        received = groups.reply(place, device, world, len(payload))
         work = all_gather(received.view(-1), payload, group, wait is not None)
     elif isinstance(request, AllReduce):
         received, work = payload, dist.all_reduce(payload, **options)
     elif isinstance(request, Gather):
-        received = payload.new_empty(world, len(payload)) if rank == 0 else None
+        received = groups.reply(place, device, world, len(payload)) if rank == 0 else None
         into = None if received is None else list(received.unbind())
         work = dist.gather(payload, into, dst=root, **options)
     else:
         assert isinstance(request, Broadcast)
         # A scatter of equal rows: rank 0 itself sends to every other rank, as the parameter server of the papers does.
         # A broadcast would forward through a tree that depends on the backend, so its bytes could not be predicted.
-        received = torch.empty_like(payload)
+        received = groups.reply(place, device, len(payload))
         work = dist.scatter(received, [payload] * world if rank == 0 else None, src=root, **options)
     if wait is not None and work is not None:
         wait(work)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +40,7 @@ class Groups:
         timeout: Timeout of their collectives.
         kind: A later state of the same sub-group reuses closed groups of this kind. None if these have all ranks.
         second_groups: Groups of the same ranks for a second exchange at the same time; None if there are none.
+        replies: Memory for the replies to the requests of an exchange, by their place in it; exchanges take turns.
     """
 
     among: Mapping[Among, dist.ProcessGroup]
@@ -49,6 +51,20 @@ class Groups:
     timeout: timedelta | None
     kind: tuple[Any, ...] | None = None
     second_groups: Groups | None = None
+    replies: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def reply(self, place: int, device: torch.device, *shape: int) -> Tensor:
+        """Memory of a reply, uint8, until the next exchange; as much as the largest of all needs."""
+        nbytes, kept = math.prod(shape), self.replies.get(place)
+        if kept is None or len(kept) < nbytes or kept.device != device:
+            kept = self.replies[place] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return kept[:nbytes].view(shape)
+
+    def forget_replies(self) -> None:
+        """Frees the memory of replies: other exchanges follow."""
+        self.replies.clear()
+        if self.second_groups is not None:
+            self.second_groups.forget_replies()
 
     @property
     def all(self) -> dist.ProcessGroup:
@@ -116,6 +132,8 @@ class Groups:
         """
         if not idle:
             _STUCK.append(self)
+        else:
+            self.forget_replies()
         if not idle or self.all not in dist.distributed_c10d._world.pg_map:
             return  # the caller destroyed all groups
         if self.kind is not None:

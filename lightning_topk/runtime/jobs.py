@@ -7,6 +7,7 @@ submits jobs.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -84,6 +85,11 @@ class Pass:
     jobs: list[Job] = field(default_factory=list)
 
     @property
+    def clipped(self) -> bool:
+        """Whether all its gradients were clipped in the exchange."""
+        return bool(self.jobs) and None not in [job.clip for job in self.jobs]
+
+    @property
     def in_flight(self) -> bool:
         """Whether a job that was submitted has not ended."""
         return not all(job.outcome for job in self.jobs)
@@ -153,14 +159,13 @@ class Job:
         step = Step(now.step, now.scale, now.measure, fade, self.clip)
         exchange, logged = guards.exchange(end, g, self.codecs, step, self.used), LOGGER.isEnabledFor(logging.DEBUG)
         try:
-            while True:
+            for place in itertools.count():
                 request = exchange.send(reply)
                 if logged:
                     what = type(request).__name__, request.payload.numel(), request.among, request.direction
                     where = groups.rank, groups.world, now.step, self.name  # not the job, which a log would keep
                     LOGGER.debug("rank %d of %d, step %d, %s: %s of %d elements among %s, %s", *where, *what)
-                across_nodes = request.among == "all" and 1 < groups.local < groups.world
-                reply = collectives.perform(request, groups.among[request.among], wait, across_nodes)
+                reply = collectives.perform(request, groups, place, wait)
         except StopIteration as stopped:
             outcome: Outcome = stopped.value
         finally:

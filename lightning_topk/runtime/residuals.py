@@ -59,7 +59,7 @@ def by_memory(flat: Tensor, form: Form) -> Tensor:
     return flat.view(shape).permute(order).reshape(-1)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Alike:
     """Parameters of a bucket that are in the same group, ``None`` for no group, and whose rates were always the same.
 

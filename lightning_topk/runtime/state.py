@@ -180,8 +180,6 @@ class HookState:
         now.clips |= plan.waits
         if now.clips and clipping.limits:
             clip = clipping.of(bucket, gradient.device)
-            if lane.stream is not None:
-                clip.slopes.record_stream(lane.stream)
         job = Job(gradient, bucket, plan, name, used, clip, now)
         now.jobs += [job] * (gradient.numel() > 0)  # an empty one is not exchanged
         return lane.submit(job)
@@ -200,11 +198,13 @@ class HookState:
         now.ready = ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
         same = tuple(buckets) == self.last_buckets
         self._unchanged = self._unchanged + 1 if same else 0
+        if not same and self.groups is not None:
+            self.groups.forget_replies()
         if self.config.saving is not None and self.world > 1:
             self.buckets.forget_shares(self.shares.end_pass(tuple(buckets)))
         self.telemetry.end_pass(now)  # from now on, any thread may fold it
         self.optimizers.end_pass()
-        self.optimizers.clipping.exchanged = now.clips
+        self.optimizers.clipping.exchanged = now.clipped
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if changed := self.buckets.plan_together(buckets):
             messages.LOGGER.debug("the density of %d of %d buckets has changed", changed, len(buckets))

@@ -131,9 +131,8 @@ class Telemetry:
         if ended.weighs:
             energies = {job.bucket: job.energies for job in jobs if job.energies is not None}
             self._shares.fold((*ended.buckets,), energies)
-        norms = [outcome.norms for outcome in outcomes if outcome.norms is not None]
-        if len(norms) == len(jobs):
-            self._clipping.fold(buckets, norms)
+        if ended.clipped:
+            self._clipping.fold(buckets)
         failed = ~torch.stack([outcome.finite for outcome in outcomes]).all()
         if isinstance(self._nonfinite_steps, Tensor):
             ops.use_here(self._nonfinite_steps)

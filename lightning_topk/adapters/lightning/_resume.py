@@ -59,6 +59,8 @@ class Resumes(Strategy):
         def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
             optimizers.clip(optimizer, clip_val, partial(clip_grad_norm_, [*plugin.main_params(optimizer)]))
 
+        if ".plugins.precision." not in type(plugin).clip_grad_by_norm.__module__:
+            return  # the user's own rule
         plugin.clip_grad_by_norm = clip_grad_by_norm
         rule = type(module).configure_gradient_clipping.__module__
         usual = trainer is not None and module.automatic_optimization and rule.endswith(".core.module")

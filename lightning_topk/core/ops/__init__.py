@@ -89,7 +89,7 @@ class Scratch:
     """Memory of a GPU that exchanges share, one after the other in one stream: as much as the largest needs."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0), torch.empty(0)  # zeros, which each leaves as zeros, and others
+        self.memory = torch.empty(0), torch.empty(0)  # zeros, which each leaves as zeros after the first 8, and others
 
     def take(
         self, device: torch.device, zeros: Sequence[int], others: Sequence[int]
@@ -105,10 +105,8 @@ class Scratch:
         return first[: need[0]].split(sizes[0]), second[: need[1]].split(sizes[1])
 
 
-Limit = tuple[Tensor, float, Tensor]
-"""Slope ``[1]`` of :class:`.Clip`; times of a gradient's norm that count; and where to put ``[3]`` float32: what the
-gradient was divided by, its norm after that without the scale, and its excess.
-"""
+Limit = tuple[float, Tensor]
+"""Times of a gradient's norm that count; and the row of a limit, see :class:`.Clip`."""
 Sender = Callable[..., Tensor | None]
 """``send(x, form, delivered, scale, fade, limit)``, see :func:`sender`."""
 

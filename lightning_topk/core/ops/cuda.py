@@ -20,17 +20,15 @@ number of workers. They read the gradient twice and the residual once, and write
 
 One more marks a bucket with NaN unless all that was delivered is finite.
 
-Each launch is the barrier for what the next one reads: within a launch no program reads what another one writes. CUDA
-graphs would cost the host less still, but hold addresses and sizes, which change with schedules and regrouped buckets.
-Sizes follow from integers that the host knows. The current device must be that of the tensors, as in a lane. If fewer
-than k entries of a shard reach the threshold, fewer are sent; if more reach it than the buffer holds, the last ones
-stay in the residual. Otherwise the selection equals the reference's.
+Each launch is the barrier for what the next one reads: within a launch no program reads what another one writes. Sizes
+follow from integers that the host knows. The current device must be that of the tensors, as in a lane. If fewer than k
+entries of a shard reach the threshold, fewer are sent; if more reach it than the buffer holds, the last ones stay in
+the residual. Otherwise the selection equals the reference's.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -56,8 +54,6 @@ LOW = 24  # the widest low part of a position that is read with 32 bits
 EXACT = {"enable_fp_fusion": False}  # option of every launch: no fused multiply-add, which rounds only once
 FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """dtypes of tensors that the kernels read and write, and Triton's names."""
-
-salts = random.Random()  # seeds of samples; its own generator, so that the user's random state is unchanged
 
 
 def attempt(device: torch.device) -> None:
@@ -153,9 +149,9 @@ class Send:
         survey, threshold, move, *others = self._launches
         if limit is not None:
             self._squares(x)
-        survey(x, factor, fade, salts.getrandbits(30), *(limit or (factor, 1.0, factor)))
+        survey(x, factor, fade, *(limit or (1.0, factor)))
         threshold()
-        move(x, factor if limit is None else limit[2], fade)
+        move(x, factor if limit is None else limit[1], fade)
         for launch in others:
             launch()
         return self._payload

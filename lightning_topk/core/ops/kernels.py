@@ -20,7 +20,7 @@ NAN16 = tl.constexpr(0x7FC0)  # in bf16
 LARGEST = tl.constexpr(3.4028234663852886e38)
 SIZES = {
     "begin", "begin_high", "check", "count", "each", "first", "k", "low", "nbytes", "numel", "part", "parts", "rank",
-    "capacity", "rows", "salt", "shard_size", "size", "stride", "tiles", "turns", "universe", "value_bytes", "width",
+    "capacity", "rows", "shard_size", "size", "stride", "tiles", "turns", "universe", "value_bytes", "width",
 }  # fmt: skip
 """Integers that change with the bucket, the density or the step."""
 
@@ -45,31 +45,32 @@ def squares(sums, numel, TILE: tl.constexpr, x):
 def survey(
     e, state, bins, sums, numel, count, stride, each, parts,
     SCALED: tl.constexpr, CLIPPED: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
-    PARTS: tl.constexpr, x, scale, fade, salt, slope, times, row,
+    PARTS: tl.constexpr, x, scale, fade, times, row,
 ):  # fmt: skip
     """Sets ``state[0]`` if ``x`` has a NaN or an infinity, and samples magnitudes of ``fade e + x``.
 
     If x is CLIPPED, its norm is the root of the ``parts`` of ``sums``, without the scale, and ``times`` as long. Its
-    excess is the norm times the ``slope``, if that is above 1. Then x is divided by the scale and the excess, whose
-    product goes to ``row[0]``, and the norm over the excess and the excess to ``row[1:]``.
+    excess is the norm times the slope, ``row[1]``, if that is above 1. Then x is divided by the scale and the excess,
+    whose product goes to ``row[0]``, the excess to ``row[2]``, and the norm over it to ``row[3]`` (:class:`.Clip`).
 
-    The sample has one random entry of each of ``count`` windows of ``stride`` entries; a program takes ``each`` of
-    them. ``bins`` counts magnitudes by the bits from SHIFT on: exponent and the first bits of the mantissa. The
-    sample is small and there are 64 bins for a factor of two, so few of these atomic operations share an address.
+    The sample has one random entry of each of ``count`` windows of ``stride`` entries, which one follows from the
+    number of sends before, ``state[3]``; a program takes ``each`` of them. ``bins`` counts magnitudes by the bits from
+    SHIFT on: exponent and the first bits of the mantissa. The sample is small and there are 64 bins for a factor of
+    two, so few of these atomic operations share an address.
     """
     program = tl.program_id(0).to(tl.int64)
     inverse = _inverse(scale, SCALED)
     if CLIPPED:
         part = tl.arange(0, PARTS)
         norm = tl.sqrt_rn(tl.sum(tl.load(sums + part, mask=part < parts, other=0.0), axis=0)) * inverse * times
-        excess = norm * tl.load(slope)
+        excess = norm * tl.load(row + 1)
         excess = tl.where(excess <= 1.0, 1.0, excess)  # NaN stays
         factor = excess * tl.load(scale).to(tl.float32) if SCALED else excess
         inverse = tl.div_rn(1.0, factor)
         if program == 0:
             tl.store(row, factor)
-            tl.store(row + 1, tl.div_rn(norm, excess))
             tl.store(row + 2, excess)
+            tl.store(row + 3, tl.div_rn(norm, excess))
     at = program * TILE + tl.arange(0, TILE)
     if (program + 1) * TILE <= numel:
         read = tl.load(x + at)
@@ -77,7 +78,7 @@ def survey(
         read = tl.load(x + at, mask=at < numel, other=0.0)
     bad = ~(tl.abs(read.to(tl.float32) * inverse) <= LARGEST)
     tl.store(state, 1, mask=tl.max(bad.to(tl.int32), axis=0) != 0)
-    end = tl.minimum((program + 1) * each, count)
+    end, salt = tl.minimum((program + 1) * each, count), tl.load(state + 3)
     for begin in range(0, each, LANES):
         window = program * each + begin + tl.arange(0, LANES)
         inside = window < end
@@ -127,12 +128,13 @@ def move(
     """``e = fade e + x; x = 0``; sets a bit for every entry that reaches the threshold.
 
     ``state`` is :func:`threshold`'s. ``counts`` ``[shards, turns]`` is their number in every block of a shard. Clears
-    what :func:`survey` will set in the next send.
+    what :func:`survey` will set in the next send, and counts this one.
     """
     for first in range(tl.program_id(0) * TILE, BINS, tl.num_programs(0) * TILE):
         tl.store(bins + first + tl.arange(0, TILE), tl.zeros((TILE,), tl.int32))
     if tl.program_id(0) == 0:
         tl.store(state, 0)
+        tl.store(state + 3, tl.load(state + 3) + 1)
     begin = tl.program_id(0).to(tl.int64) * TILE
     at, full = begin + tl.arange(0, TILE), begin + TILE <= numel
     if full:  # without a mask, loads and stores have 16 bytes for any number of elements
