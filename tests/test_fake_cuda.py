@@ -33,6 +33,7 @@ from lightning_topk.core.wire import WIRES as WIRES_BY_NAME
 from lightning_topk.core.wire import Codec
 from lightning_topk.optim.applied import Clipping
 from lightning_topk.optim.momentum import adapt_momentum
+from lightning_topk.runtime import collectives
 from lightning_topk.runtime.groups import Groups
 from lightning_topk.systems import presets
 
@@ -282,7 +283,7 @@ def test_a_pass_uses_the_memory_and_the_numbers_of_the_one_before(fake, monkeypa
                 request = path.send(reply)
                 reply = reply_to(request, 0, WORLD, LOCAL)
                 if reply is not None and reply is not request.payload:
-                    reply = groups.reply(place, CUDA, *reply.shape)
+                    reply = collectives._memory(groups, place, CUDA, *reply.shape)
         if limits:
             clipping.fold(buckets)
     assert passes[2].called == passes[3].called

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,23 +37,31 @@ def perform(request: Request, groups: Groups, place: int, wait: Callable[[dist.W
     root = dist.get_global_rank(group, 0)
     received: Tensor | None
     if isinstance(request, AllToAll):
-        received = groups.reply(place, device, *payload.shape)
+        received = _memory(groups, place, device, *payload.shape)
         work = dist.all_to_all_single(received, payload, **options)
     elif isinstance(request, AllGather):
-        received = groups.reply(place, device, world, len(payload))
+        received = _memory(groups, place, device, world, len(payload))
         work = all_gather(received.view(-1), payload, group, wait is not None)
     elif isinstance(request, AllReduce):
         received, work = payload, dist.all_reduce(payload, **options)
     elif isinstance(request, Gather):
-        received = groups.reply(place, device, world, len(payload)) if rank == 0 else None
+        received = _memory(groups, place, device, world, len(payload)) if rank == 0 else None
         into = None if received is None else list(received.unbind())
         work = dist.gather(payload, into, dst=root, **options)
     else:
         assert isinstance(request, Broadcast)
         # A scatter of equal rows: rank 0 itself sends to every other rank, as the parameter server of the papers does.
         # A broadcast would forward through a tree that depends on the backend, so its bytes could not be predicted.
-        received = groups.reply(place, device, len(payload))
+        received = _memory(groups, place, device, len(payload))
         work = dist.scatter(received, [payload] * world if rank == 0 else None, src=root, **options)
     if wait is not None and work is not None:
         wait(work)
     return received
+
+
+def _memory(groups: Groups, place: int, device: torch.device, *shape: int) -> Tensor:
+    """Memory of a reply, uint8, until the next exchange; as much as the largest of all needs."""
+    nbytes, kept = math.prod(shape), groups.replies.get(place)
+    if kept is None or len(kept) < nbytes or kept.device != device:
+        kept = groups.replies[place] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return kept[:nbytes].view(shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,13 +51,6 @@ class Groups:
     kind: tuple[Any, ...] | None = None
     second_groups: Groups | None = None
     replies: dict[int, Tensor] = field(default_factory=dict, repr=False)
-
-    def reply(self, place: int, device: torch.device, *shape: int) -> Tensor:
-        """Memory of a reply, uint8, until the next exchange; as much as the largest of all needs."""
-        nbytes, kept = math.prod(shape), self.replies.get(place)
-        if kept is None or len(kept) < nbytes or kept.device != device:
-            kept = self.replies[place] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return kept[:nbytes].view(shape)
 
     def forget_replies(self) -> None:
         """Frees the memory of replies: other exchanges follow."""
