@@ -200,8 +200,8 @@ class HookState:
         self._unchanged = self._unchanged + 1 if same else 0
         if not same and self.groups is not None:
             self.groups.forget_replies()
-        if self.config.saving is not None and self.world > 1:
-            self.buckets.forget_shares(self.shares.end_pass(tuple(buckets)))
+        if self.config.saving is not None and self.world > 1 and (ended := self.shares.end_pass(tuple(buckets))):
+            self.buckets.forget_shares(ended)
         self.telemetry.end_pass(now)  # from now on, any thread may fold it
         self.optimizers.end_pass()
         self.optimizers.clipping.exchanged = now.clipped
