@@ -137,7 +137,7 @@ SHOWN = (
     Shown("the same", "gpt", 500, batch=32),
     Shown("the same", "gpt", 1000, batch=32),
     Shown("diffusion, U-Net of 0.2 million, CIFAR-10, Adam", "diffusion", 300),
-    Shown("GPT, 10.8 million, AdamW, a very small batch", "large gpt", 3000),
+    Shown("GPT, 10.8 million, AdamW, tiny batch, older rules", "large gpt", 3000),
     Shown("the same", "large gpt", 3000, batch=16),
 )
 """The README's results, by model."""
