@@ -15,8 +15,9 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import Precision
 from ranks import attach, attached, four_layers, gradient, log, loss_of, shared, undelivered
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from trainers import InThisProcess, Module, fit
 
@@ -96,6 +97,24 @@ def test_rates_before_a_checkpoint_was_loaded_do_not_count(rank, world):
     run.optimizer.param_groups[0]["lr"] = 2e-3
     run.backward(5)
     torch.testing.assert_close(undelivered(run.state, run.net) + gradient(run.net), run.own() + waited / 2)
+
+
+@on_ranks(2)
+def test_the_step_by_which_torch_initialises_an_optimizers_state_counts_for_nothing(rank, world):
+    """It has a rate of 0 and gradients of zero: torch.distributed.checkpoint takes it to load an optimizer's state."""
+    run = run_of(rank)
+    ranks.train(run.model, rank, range(2), run.optimizer)
+    entry, waiting = shared(run.state.state_dict()), undelivered(run.state, run.net)
+    net = four_layers()
+    optimizer = AdamW(net.parameters(), lr=0.05)
+    model, state = attached(net, ratio=0.05, optimizer=optimizer)
+    state.load_state_dict(entry)
+    state.optimizers.clipping.first = 1.0  # as a Trainer tells
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.state, "it took a step"
+    (0.0 * loss_of(model, rank, 2)).backward()
+    assert state.optimizers.clipping.estimate.limits == [1.0, math.inf]
+    torch.testing.assert_close(undelivered(state, net) + gradient(net), waiting)
 
 
 @pytest.mark.parametrize("saved", [None, 0.05])
@@ -585,12 +604,12 @@ def test_a_trainers_agreeing_gradients_move_as_far_as_with_ddp(rank, world):
     assert 0.8 < dense @ ours / dense.square().sum() < 1.1
 
 
-def of_fabric(rank: int, world: int, lr: float = 1e-3):
+def of_fabric(rank: int, world: int, lr: float = 1e-3, kind: type[Optimizer] = SGD):
     strategy = fabric.TopKStrategy(ratio=0.05)
     lite = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=[InThisProcess(rank, world)])
     lite.launch()
     net = four_layers()
-    model, optimizer = lite.setup(net, SGD(net.parameters(), lr=lr))
+    model, optimizer = lite.setup(net, kind(net.parameters(), lr=lr))
     return lite, net, model, optimizer, strategy.state_of(model)
 
 
@@ -614,6 +633,24 @@ def test_fabric_tells_of_its_clipping_and_returns_the_norm_until_it_is_given_up(
     assert all(torch.isclose(norm, before, rtol=1e-4) for norm, before, _ in norms)
     assert norms[0][2] < 0.0201
     assert all(torch.isclose(after, before) for _, before, after in norms[1:]), "left out"
+
+
+class OwnAdamW(AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_a_subclass_whose_step_calls_its_base_classs_is_clipped_in_every_pass(rank, world):
+    """Hooks are called in both, once an optimizer of the base class was made."""
+    AdamW([nn.Parameter(torch.ones(1))])
+    lite, _, model, optimizer, state = of_fabric(rank, world, kind=OwnAdamW)
+    for step in range(4):
+        optimizer.zero_grad()
+        lite.backward(loss_of(model, rank, step))
+        lite.clip_gradients(model, optimizer, max_norm=0.02)
+        optimizer.step()
+    assert state.optimizers.clipping.estimate.limits == [0.02, math.inf]
 
 
 @on_ranks(2)

@@ -304,6 +304,7 @@ def test_gradients_far_below_the_root_mean_square_of_their_bucket_are_lifted_to_
     energies = energies_of(torch.cat([torch.full((n,), x) for n, x in zip(sizes, rms, strict=True)]), sizes)
     assert lifts_of(energies.tolist(), sizes) == [1.0, 16.0, 1.0, 32.0, 1024.0, 1.0]
     assert lifts_of([4.0, 0.0], [4, 10]) == ()
+    assert lifts_of([4.0, 5e-324], [4, 10]) == [1.0, 1024.0]
     bucket, shares = Bucket((torch.ones(4), torch.ones(10))), Shares()
     for used in (True, False, True):
         shares.end_pass((bucket,))

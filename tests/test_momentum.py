@@ -16,12 +16,13 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from ranks import alike, attach, attached, train, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 import lightning_topk
 from lab.papers import agreement
+from lightning_topk.config import TopKConfig
 from lightning_topk.optim.momentum import AdaptedMomentum, adapt_momentum, kept, rule_of
-from lightning_topk.optim.optimizers import unwrapped
+from lightning_topk.optim.optimizers import check_optimizers, unwrapped
 
 SIZE, STEPS = 64, 40
 
@@ -647,6 +648,21 @@ def test_a_step_that_a_scaler_skips_changes_nothing(kind, fused):
             scaler.update()
         found.append(parameter.detach())
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+ODD = [(None, 0.999), (), "auto", ((0.9,), 0.99), (torch.ones(2), 0.9)]
+"""What no optimizer of torch's has as its betas or momentum."""
+
+
+@pytest.mark.parametrize("options", [{"betas": 0.9}, *({name: odd} for name in ("betas", "momentum") for odd in ODD)])
+def test_an_optimizer_of_the_users_own_may_call_anything_betas_or_momentum(options):
+    class Theirs(Optimizer):
+        def step(self):
+            return None
+
+    optimizer = Theirs([nn.Parameter(torch.ones(3))], options)
+    check_optimizers(TopKConfig(momentum=0.9, ratio=0.1), [optimizer])
+    adapt_momentum([optimizer], nn.Module())
 
 
 def test_each_exchange_adapts_its_own_parameters_as_long_as_it_lives():

@@ -76,6 +76,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -162,7 +163,7 @@ class AdaptedMomentum:
         to_adapt = set[Tensor]().union(*(getattr(each, "adapted", every) for each in self.requesters))
         groups = list[_Group]()
         for options in optimizer.param_groups:
-            adapted = [p for p in options["params"] if p in to_adapt] if _momentum(options) else []
+            adapted = [p for p in options["params"] if p in to_adapt] if momentum_of(options) else []
             if not adapted:
                 continue
             rule, whole = rule_of(options), len(adapted) == len(options["params"])
@@ -404,7 +405,7 @@ def adapt_momentum(optimizers: Iterable[Optimizer], requester: Any) -> tuple[lis
     """
     notes, warnings = [], []
     for optimizer in optimizers:
-        kind, has_momentum = type(optimizer), any(map(_momentum, optimizer.param_groups))
+        kind, has_momentum = type(optimizer), any(map(momentum_of, optimizer.param_groups))
         name, adapts = kind.__name__, _steps_as(kind) is not None
         if adapts:
             requesters = AdaptedMomentum.of(optimizer).requesters
@@ -443,15 +444,17 @@ def _steps_as(kind: type) -> str | None:
     return _STEPS.get(inspect.unwrap(getattr(kind, "step", object)))
 
 
-def _momentum(group: Mapping[str, Any]) -> Any:
-    """The momentum of a parameter group, a number or a scalar tensor; 0 if it is not in (0, 1)."""
-    momentum: Any = group.get("momentum") or (group.get("betas") or (0.0,))[0]
-    return momentum if 0 < momentum < 1 else 0.0
+def momentum_of(group: Mapping[str, Any]) -> Any:
+    """The momentum of a parameter group, a number or a scalar tensor; 0 if it is none in (0, 1)."""
+    betas = group.get("betas")
+    momentum: Any = group.get("momentum") or (betas[0] if isinstance(betas, tuple | list) and betas else 0.0)
+    number = isinstance(momentum, Real) or (isinstance(momentum, Tensor) and momentum.numel() == 1)
+    return momentum if number and 0 < momentum < 1 else 0.0
 
 
 def rule_of(group: Mapping[str, Any]) -> Rule:
     """The rule for the parameters of a group."""
-    m, sgd, decay = _number(_momentum(group)), "dampening" in group, _number(group["weight_decay"])
+    m, sgd, decay = _number(momentum_of(group)), "dampening" in group, _number(group["weight_decay"])
     a, sign = 1 - (_number(group["dampening"]) if sgd else m), -1 if group["maximize"] else 1
     n = _number(group["betas"][1]) if "decoupled_weight_decay" in group else 1.0  # 1 without a mean of squares
     eps = _number(group.get("eps", 0.0))

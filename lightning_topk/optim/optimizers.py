@@ -18,7 +18,7 @@ from lightning_topk.consensus import check_agreement, gathered
 from lightning_topk.messages import WarnOnce
 from lightning_topk.optim.applied import Rates, rate_of
 from lightning_topk.optim.clips import UserClipping
-from lightning_topk.optim.momentum import AdaptedMomentum, adapt_momentum, all_parameters
+from lightning_topk.optim.momentum import AdaptedMomentum, adapt_momentum, all_parameters, momentum_of
 from lightning_topk.optim.watch import Passes, Watch
 
 GetOptimizers = Callable[[], Sequence[Optimizer]]
@@ -156,6 +156,8 @@ class Optimizers(Watch):
         """Begins a backward pass that is exchanged."""
         optimizers = self.sync()
         self.exchanged = self._pending = True
+        for each in self.watched:
+            each.due = True
         self.adapted = self.compressed
         if self.rates is not None:
             now = tuple(rate_of(group) for each in optimizers for group in each.param_groups)
@@ -278,8 +280,7 @@ def check_optimizers(config: TopKConfig, optimizers: Iterable[Optimizer]) -> Non
                 "topology='dense', which sends whole gradients, or use another optimizer."
             )
         for group in optimizer.param_groups if config.momentum else ():
-            own = group.get("momentum") or (group.get("betas") or (0,))[0]
-            if own:
+            if own := momentum_of(group):
                 raise ValueError(
                     f"momentum={config.momentum!r} is applied on the workers, before compression, but "
                     f"{type(optimizer).__name__} has momentum {own!r} of its own and would apply it again. Use "

@@ -50,7 +50,9 @@ class Passes(Protocol):
 class Watch:
     """Watches the steps of the user's optimizers. ``passed`` says whether the user passed any, ``scaled`` a GradScaler.
 
-    Calls :meth:`stepped` after the step of an optimizer that it watches.
+    Calls :meth:`stepped` after the first step of an optimizer that it watches since a backward pass began. Others take
+    no exchanged gradient: a checkpoint may initialise an optimizer by a step at rate 0, and torch calls the hook twice
+    for a step that calls that of a base class.
     """
 
     def __init__(self, config: TopKConfig, say: WarnOnce, passes: Passes, passed: bool, scaled: bool) -> None:
@@ -74,7 +76,7 @@ class Watch:
         self._hook = register_optimizer_step_post_hook(hook)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Called after the step of an optimizer that is watched."""
+        """Called after a step of an optimizer that is watched."""
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Watches optimizers, in place of those before."""
@@ -109,7 +111,9 @@ class Watch:
             if known.state == "computed" and self.exchanged:
                 self.warn_of_drift(optimizer)
             known.steps, known.state = known.steps + 1, "nothing"
-            self.stepped(optimizer)
+            if known.due:
+                known.due = False
+                self.stepped(optimizer)
             if known.steps == 1:
                 self.check_scaler()
         if self.exchanged:
@@ -203,6 +207,7 @@ class _Watched:
         self.optimizer, self.parameter = ref(optimizer), parameter
         self.state: Literal["nothing", "computed", "delivered"] = "nothing"
         self.steps = 0  # stays 0 if the user takes the steps without the optimizer
+        self.due = False  # whether a backward pass has begun since its last step
         self._was_none: bool | None = None  # the gradient, before backward adds to it; unknown with FSDP2
         self._owner, self._hooks = owner, []
         if parameter is not None:

@@ -145,8 +145,8 @@ def lifts_of(energies: Sequence[float], sizes: Sequence[int], before: Sequence[f
     lifts = [*before] or [1.0] * len(sizes)
     for number, (energy, size) in enumerate(pairs):
         if energy * size:
-            ratio = LIFTED * math.sqrt(square * size / energy)
-            lifts[number] = min(HIGHEST, 2.0 ** math.floor(math.log2(ratio))) if ratio >= LOWEST else 1.0
+            ratio = min(HIGHEST, LIFTED * math.sqrt(square * size / energy))
+            lifts[number] = 2.0 ** math.floor(math.log2(ratio)) if ratio >= LOWEST else 1.0
     return lifts if max(lifts, default=1.0) > 1 else ()
 
 
