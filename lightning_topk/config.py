@@ -79,7 +79,8 @@ class TopKConfig:
         for name in ("ratio", "server_ratio", "saving", "momentum", "clip_norm"):
             value: Any = getattr(self, name)
             if isinstance(value, Real) and type(value).__module__ != "builtins":
-                object.__setattr__(self, name, float(value))  # torch.load(weights_only=True) refuses NumPy scalars
+                with suppress(OverflowError):  # refused below
+                    object.__setattr__(self, name, float(value))  # torch.load(weights_only=True) refuses NumPy scalars
         _check_values(self)
         _check_combinations(self)
 

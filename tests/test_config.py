@@ -4,6 +4,7 @@ import inspect
 import itertools
 import pickle
 import re
+from fractions import Fraction
 from typing import Any, get_args
 
 import laws
@@ -42,6 +43,7 @@ BAD = [
     ({"ratio": 0}, ValueError, r"ratio=0 must be in \(0, 1\].*Use ratio=0\.001"),
     ({"ratio": True}, TypeError, r"ratio=True is a bool; it must be a number"),
     ({"saving": 0.5}, ValueError, r"saving=0\.5 must be 1 or more.*Use saving=50"),
+    ({"saving": Fraction(10**400)}, ValueError, r"saving=Fraction\(10*0 must be finite"),
     ({"saving": 10**400}, ValueError, r"saving=10*0 must be finite.*Use saving=50"),
     ({"ratio": lambda: 0.1}, TypeError, r"ratio=.*lambda.* must be a function of the step"),
     ({"ratio": 0.1, "saving": 50}, ValueError, r"ratio=0\.1 and saving=50 both say how much is sent"),
@@ -80,6 +82,7 @@ BAD_SCHEDULES = [
     ({"ratio": 0.1, "steps": 0}, ValueError, r"at least 1"),
     ({"ratio": 0.1, "steps": True}, ValueError, r"at least 1"),
     ({"ratio": True, "steps": 3}, ValueError, r"ratio=True must be a number in"),
+    ({"ratio": 10**400, "steps": 3}, ValueError, r"ratio=10*0 must be a number in"),
 ]
 BAD_FRACTIONS = [
     ({"fraction": 0}, ValueError, r"fraction=0 must be a number in"),
@@ -347,7 +350,7 @@ def test_buckets_that_send_everything_or_nothing_less_keep_their_plans():
 def test_a_function_of_the_step_is_a_schedule_and_is_validated():
     config = TopKConfig(ratio=lambda step: 0.5 - 0.2 * step)
     assert [codecs_of(config, 1000, 1, step).uplink.k for step in range(3)] == [500, 300, 100]
-    for setting, value in itertools.product(("ratio", "server_ratio"), (-0.1, 1.1, None, "0.1")):
+    for setting, value in itertools.product(("ratio", "server_ratio"), (-0.1, 1.1, None, "0.1", True)):
         config = TopKConfig(**{"ratio": 0.1, setting: lambda step, value=value: value})
         with pytest.raises(ValueError, match=rf"^{setting}=<function .* returned {value!r} at step 3; .* a number in"):
             codecs_of(config, 1000, 1, step=3)
