@@ -110,6 +110,13 @@ REFUSED = {
     RandK: [({"seed": 1.5}, TypeError, r"seed=1\.5 must be an integer")],
     partial(volume, config=TopKConfig(), buckets=[[5, 3], 4], world=2): BAD_VOLUMES,
     volume: [({"config": {"saving": 50}, "buckets": [8], "world": 2}, TypeError, "config={.*must be a TopKConfig")],
+    partial(Cluster, TopKConfig(), 2, 100): [
+        ({"sizes": (60,)}, ValueError, r"sizes=\(60,\) add up to 60, and numel=100")
+    ],
+    Cluster(TopKConfig(), 2, 100).step: [
+        ({"gradients": [torch.zeros(100)] * 3}, ValueError, r"got 3 gradients of shape \(100,\); it takes 2, one of"),
+        ({"gradients": [torch.zeros(50)] * 2}, ValueError, r"2 gradients of shape \(50,\); .*, of shape \(100,\)"),
+    ],
 }
 
 
