@@ -13,11 +13,11 @@ from lightning_topk._version import __version__
 
 
 def count(text: str) -> int:
-    """Parses a count of at least 1, such as 300, 25e6 or 25M."""
+    """Parses a count of 1 to 2**53, such as 300, 25e6 or 25M."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmgb]?)", text.lower())
     value = float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}[found[2]] if found else 0.0
-    if value < 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a count of at least 1; write it like 300, 25e6 or 25M")
+    if not 1 <= value <= 2**53 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count from 1 to 2**53; write it like 300, 25e6 or 25M")
     return int(value)
 
 

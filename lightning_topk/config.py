@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, TypeGuard
 
 from typing_extensions import TypedDict
@@ -79,7 +79,8 @@ class TopKConfig:
         for name in ("ratio", "server_ratio", "saving", "momentum", "clip_norm"):
             value: Any = getattr(self, name)
             if isinstance(value, Real) and type(value).__module__ != "builtins":
-                object.__setattr__(self, name, float(value))  # torch.load(weights_only=True) refuses NumPy scalars
+                with suppress(OverflowError):  # refused below
+                    object.__setattr__(self, name, float(value))  # torch.load(weights_only=True) refuses NumPy scalars
         _check_values(self)
         _check_combinations(self)
 
@@ -265,11 +266,17 @@ def check_function(name: str, value: Any, takes: str = "", *arguments: Any) -> N
 
 def check_count(name: str, value: Any, otherwise: str = "None") -> int | None:
     """Returns the value if it is None or a positive integer; ``otherwise`` is None as the user writes it."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an integer, or {otherwise}.")
-    if value is not None and value < 1:
-        raise ValueError(f"{name}={value!r} must be at least 1.")
-    return value
+    return None if value is None else check_integer(name, value, otherwise=f", or {otherwise}")
+
+
+def check_integer(name: str, value: Any, least: int = 1, most: float = math.inf, otherwise: str = "") -> int:
+    """Returns an integer, also of NumPy, as an int; refuses all else, and one outside ``least`` to ``most``."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an integer{otherwise}.")
+    if not least <= int(value) <= most:
+        words = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{name}={value!r} must be {words}.")
+    return int(value)
 
 
 def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable[..., Any]]) -> None:
@@ -289,14 +296,18 @@ def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable
             raise TypeError(f"{name} got an unknown argument {option}={options[option]!r}; {hint}")
 
 
+def check_config(taker: Callable[..., Any], config: Any) -> None:
+    """Refuses what is no config."""
+    if not isinstance(config, TopKConfig):
+        words = "it must be a TopKConfig, such as TopKConfig(ratio=0.1)."
+        raise TypeError(f"{taker.__name__}: config={config!r} is a {type(config).__name__}; {words}")
+
+
 def one_config(taker: Callable[..., Any], config: TopKConfig | None, settings: Settings) -> TopKConfig:
     """Returns the settings that a function or class received as a config or as keywords."""
-    if config is not None and not isinstance(config, TopKConfig):
-        raise TypeError(
-            f"{taker.__name__}: config={config!r} is a {type(config).__name__}; it must be a TopKConfig. Pass "
-            "settings by name, such as ratio=0.1."
-        )
-    if config is not None and settings:
-        raise ValueError(f"pass either config or the settings {sorted(settings)}, not both.")
+    if config is not None:
+        check_config(taker, config)
+        if settings:
+            raise ValueError(f"pass either config or the settings {sorted(settings)}, not both.")
     check_known(taker.__name__, dict(settings), [TopKConfig, taker])
     return config or TopKConfig(**settings)

@@ -48,8 +48,8 @@ def processor(device: torch.device) -> str:
 def ranks(gpus: int) -> str:
     """Ranks, backend and topology that the launcher's variables give, on a node with so many GPUs."""
     try:
-        world = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
-        local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1))
+        world = _count("WORLD_SIZE", "SLURM_NTASKS")
+        local = _count("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
         local = local if world % local == 0 else 1  # nodes of different sizes, as attach takes them
         topology = TopKConfig().resolve(world, local, gpus=gpus >= local).topology
     except ValueError as error:
@@ -58,3 +58,11 @@ def ranks(gpus: int) -> str:
         hint = "to see backend and topology, run this command under the launcher that you train with"
         return f"1, as no launcher set WORLD_SIZE; {hint}"
     return f"{world}, {local} per node: {'nccl' if gpus >= local else 'gloo'}, topology {topology}"
+
+
+def _count(*names: str) -> int:
+    """The count in the first of these variables that is set, or 1."""
+    name, value = next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", "1"))
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+    return int(value)

@@ -34,24 +34,25 @@ GPTS = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36,
 
 
 def make_module(model: str | None = None, module: str | None = None) -> nn.Module:
-    """Makes a model by its name, or an instance of a class."""
+    """Makes a model by its name, or an instance of a class. Refuses one without trained parameters."""
+    if model in GPTS:
+        return GPT(*GPTS[model])
     try:
-        if model in GPTS:
-            return GPT(*GPTS[model])
         if model is not None:
             import torchvision
 
             return torchvision.models.get_model(model, weights=None)
         folder, _, name = str(module).rpartition(".")
         made = getattr(importlib.import_module(folder), name)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        needs = "It must be importable, and callable without arguments."
+        if not sum(each.numel() for each in nn.Module.parameters(made) if each.requires_grad):
+            raise ValueError(f"{name} has no trained parameters")
+        return made
+    except Exception as error:  # a constructor may raise any
+        needs = "It must be importable, callable without arguments, and a torch.nn.Module with trained parameters."
         if model is not None:
-            needs = "Install torchvision." if isinstance(error, ImportError) else _nearest(model)
-        raise ValueError(f"{'--module' if model is None else '--model'} {model or module}: {error}. {needs}") from error
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"--module {module} gave a {type(made).__name__}, not a torch.nn.Module.")
-    return made
+            needs = _nearest(model) if isinstance(error, ValueError) else "Install a torchvision for this torch."
+        what = f"{'--module' if model is None else '--model'} {model or module}: {type(error).__name__}: {error}"
+        raise ValueError(f"{what}. {needs}") from error
 
 
 def _nearest(model: str) -> str:

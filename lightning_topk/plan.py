@@ -32,7 +32,7 @@ def run(
     sizes, world = parameter_sizes(model, module, params), nodes * gpus_per_node
     if world < 2:
         raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
-    (bits, delay), buckets = link(inter), exchanged_buckets(sizes)
+    (bits, delay), buckets = link(inter, "--inter"), exchanged_buckets(sizes)
     if delay:
         raise ValueError(f"--inter {inter}: plan counts bytes, and no round trips. Leave out what follows the slash.")
     speed = bits / 8
@@ -88,10 +88,7 @@ def parameter_sizes(model: str | None = None, module: str | None = None, params:
         return [each] * (params // each) + [params % each] * (params % each > 0)
     with torch.device("meta"):  # no memory, no initialisation
         net = make_module(model, module)
-    sizes = [parameter.numel() for parameter in net.parameters() if parameter.requires_grad]
-    if not sum(sizes):
-        raise ValueError(f"{model or module} has no trained parameters.")
-    return sizes
+    return [parameter.numel() for parameter in net.parameters() if parameter.requires_grad]
 
 
 MESSAGE = 10e-6
@@ -128,11 +125,13 @@ def ddp_buckets(sizes: list[int], cap_mb: float = 25) -> list[list[int]]:
     return [bucket for bucket in buckets if bucket]
 
 
-def link(rate: str) -> tuple[float, float]:
+def link(rate: str, name: str = "--rate") -> tuple[float, float]:
     """Bits per second and seconds of a round trip of a link such as ``100mbit``, or ``100mbit/20ms``."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit(?:/(\d+(?:\.\d+)?)ms)?", rate.lower())
     if not found or float(found[1]) == 0:
-        raise ValueError(f"Invalid rate {rate!r}; write it like 100mbit or 2.5gbit, or 1gbit/20ms with a round trip.")
+        raise ValueError(
+            f"{name} {rate} is no rate; write it like 100mbit or 2.5gbit, or 1gbit/20ms with a round trip."
+        )
     return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]], float(found[3] or 0) / 1000
 
 

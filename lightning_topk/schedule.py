@@ -13,6 +13,14 @@ from typing import Any
 from typing_extensions import override
 
 
+def as_float(number: Real) -> float:
+    """The number as a float; NaN, which is in no range, if it is too large for one."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.nan
+
+
 class Schedule(ABC):
     """A ratio that changes over training. It must be the same function on every rank."""
 
@@ -56,8 +64,8 @@ class Warmup(Schedule):
         name = type(self).__name__
         for each in ("ratio", "start"):
             value: Any = getattr(self, each)
-            if isinstance(value, bool) or not (isinstance(value, Real) and 0 < float(value) <= 1):
-                raise ValueError(f"{name}: {each}={value!r} must be a number in (0, 1].")
+            if isinstance(value, bool) or not (isinstance(value, Real) and 0 < as_float(value) <= 1):
+                raise ValueError(f"{name}: {each}={value!r:.50} must be a number in (0, 1].")
         lengths: list[Any] = [length for length in (self.steps, self.epochs) if length is not None]
         if len(lengths) != 1 or isinstance(lengths[0], bool) or not isinstance(lengths[0], Integral) or lengths[0] < 1:
             raise ValueError(
@@ -107,6 +115,6 @@ def ratio_at(ratio: Varying, step: int, epoch: int, name: str = "ratio") -> floa
     """Returns the ratio in force at a step; refuses a value outside (0, 1]. ``name`` is the setting's."""
     value: Any = ratio.at(step, epoch) if isinstance(ratio, Schedule) else ratio(step)
     with suppress(TypeError, ValueError, RuntimeError):  # no number, or several
-        if 0 < value <= 1:
+        if not isinstance(value, bool) and 0 < value <= 1:
             return float(value)
     raise ValueError(f"{name}={ratio!r} returned {value!r} at step {step}; it must return a number in (0, 1].")

@@ -20,7 +20,8 @@ class Cluster:
     """Simulates ``world`` workers, ``local`` on each node, that exchange a gradient of ``numel`` elements step by step.
 
     ``sizes`` are the elements of each of its parameters (default: it has one), ``uncompressed`` the indices of
-    uncompressed ones.
+    uncompressed ones. Ranks with ``saving=`` lift parameters of small gradients by themselves (``runtime/shares.py``);
+    a cluster does not: :meth:`.Endpoint.lift` sets their lifts.
     """
 
     def __init__(
@@ -35,7 +36,10 @@ class Cluster:
         measure: Measure = NOTHING,
         device: str | torch.device = "cpu",
     ) -> None:
-        bucket = sizes or (numel,), dtype.itemsize, uncompressed, 0
+        sizes = sizes or (numel,)
+        if sum(sizes) != numel:
+            raise ValueError(f"sizes={sizes} add up to {sum(sizes)}, and numel={numel} must be the same number.")
+        bucket = sizes, dtype.itemsize, uncompressed, 0
         (self.plan,) = plan_step(config.resolve(world, local), [bucket], world, local)
         self.local, self.measure, self.steps = local, measure, 0
         self.endpoints = [self.plan.endpoint(rank, dtype, torch.device(device)) for rank in range(world)]
@@ -55,6 +59,12 @@ class Cluster:
         If the gradients contain a scalar loss ``scale``, the delivered ones do too. What waits is
         multiplied by ``fade``. ``clips`` has each worker's clipping.
         """
+        found, world, numel = {tuple(gradient.shape) for gradient in gradients}, len(self.endpoints), self.plan.numel
+        if len(gradients) != world or found != {(numel,)}:
+            raise ValueError(
+                f"step got {len(gradients)} gradients of shape {' and '.join(map(str, found))}; it takes {world}, one "
+                f"of each worker, of shape {(numel,)}."
+            )
         outputs, exchanges = [gradient.clone() for gradient in gradients], []
         for end, g, clip in zip(self.endpoints, outputs, clips or [None] * len(outputs), strict=True):
             codecs = self.plan.codecs(self.steps, epoch, end.uplink.selector)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from lightning_topk.bucket import BucketSizes, elements, plan_step
-from lightning_topk.config import TopKConfig
+from lightning_topk.config import TopKConfig, check_config, check_integer
 from lightning_topk.core.endpoint import BucketPlan
 from lightning_topk.core.requests import Volume
 
@@ -44,8 +46,10 @@ def volume(
     then they treat small ones like others (:func:`lightning_topk.bucket.plan_step`).
     """
     plans = plans_of(config, buckets, world, itemsize, local, uncompressed, settled)
-    voters: Sequence[int | None] = list(parameters or ()) or [None] * len(plans)
-    predicted = (plan.volume(rank, step, epoch, count) for plan, count in zip(plans, voters, strict=True))
+    rank = check_integer("rank", rank, 0, world - 1)
+    voters = _of_each("parameters", () if parameters is None else parameters, len(plans))
+    counts = (_integers("parameters", each) for each in voters)
+    predicted = (plan.volume(rank, step, epoch, *each) for plan, each in zip(plans, counts, strict=True))
     return sum(predicted, Volume())
 
 
@@ -59,9 +63,29 @@ def plans_of(
     settled: bool = True,
 ) -> list[BucketPlan]:
     """Plans the buckets of a step; see :func:`volume`."""
-    sizes = [(bucket,) if isinstance(bucket, int) else tuple(bucket) for bucket in buckets]
-    skipped = list(uncompressed) or [()] * len(sizes)
-    known: list[BucketSizes] = [(each, itemsize, numbers, 0) for each, numbers in zip(sizes, skipped, strict=True)]
+    check_config(volume, config)
+    counts = {"world": world, "itemsize": itemsize, "local": local}
+    world, itemsize, local = (check_integer(name, count) for name, count in counts.items())
+    sizes = [_integers("buckets: size", bucket) for bucket in buckets]
+    skipped = zip(sizes, _of_each("uncompressed", uncompressed, len(sizes)), strict=True)
+    known: list[BucketSizes] = [
+        (each, itemsize, sorted({*_integers("uncompressed: index", numbers, len(each) - 1)}), 0)
+        for each, numbers in skipped
+    ]
     config, model = config.resolve(world, local), elements(known)
     together = [known] if settled else [[each] for each in known]
     return [plan for each in together for plan in plan_step(config, each, world, local, model)]
+
+
+def _integers(name: str, found: Any, most: float = math.inf) -> tuple[int, ...]:
+    """One integer from 0 to ``most``, or several."""
+    several = found if isinstance(found, Iterable) else (found,)
+    return tuple(check_integer(name, each, 0, most) for each in several)
+
+
+def _of_each(name: str, found: Iterable[Any], buckets: int) -> list[Any]:
+    """What belongs to each of so many buckets; nothing if ``found`` is empty."""
+    each = list(found) or [()] * buckets
+    if len(each) != buckets:
+        raise ValueError(f"{name}={each} has {len(each)} items, but one is needed for each of {buckets} buckets.")
+    return each

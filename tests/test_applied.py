@@ -488,7 +488,14 @@ def test_gradients_that_have_one_norm_by_themselves_are_not_taken_for_clipped(ra
 
 @pytest.mark.parametrize(
     ("max_norm", "error"),
-    [("1", TypeError), (True, TypeError), (0, ValueError), ([1.0, -1.0], ValueError), ([1.0, 2.0], ValueError)],
+    [
+        ("1", TypeError),
+        (True, TypeError),
+        (0, ValueError),
+        ([1.0, -1.0], ValueError),
+        ([1.0, 2.0], ValueError),
+        pytest.param(10**400, ValueError, id="10^400"),
+    ],
 )
 @on_ranks(2)
 def test_norms_that_cannot_be_are_refused(rank, world, max_norm, error):

@@ -130,7 +130,7 @@ def test_help_and_version_come_without_torch_and_say_where_the_benches_are(words
 def test_counts_and_rates_are_read_as_people_write_them():
     assert [*map(__main__.count, ("300", "25e6", "1.5k"))] == [300, 25_000_000, 1500]
     assert [*map(link, ("2.5gbit", "64Kbit/20ms"))] == [(2.5e9, 0), (64e3, 0.02)]
-    for wrong in ("0", "2.5", "many"):
+    for wrong in ("0", "2.5", "many", "1e300", "1e400"):
         with pytest.raises(argparse.ArgumentTypeError, match="write it like 300, 25e6 or 25M"):
             __main__.count(wrong)
 

@@ -4,6 +4,8 @@ import inspect
 import itertools
 import pickle
 import re
+from fractions import Fraction
+from functools import partial
 from typing import Any, get_args
 
 import laws
@@ -43,6 +45,7 @@ BAD = [
     ({"ratio": True}, TypeError, r"ratio=True is a bool; it must be a number"),
     ({"saving": 0.5}, ValueError, r"saving=0\.5 must be 1 or more.*Use saving=50"),
     ({"saving": 10**400}, ValueError, r"saving=10*0 must be finite.*Use saving=50"),
+    ({"saving": Fraction(10**400)}, ValueError, r"saving=Fraction\(10*0 must be finite"),
     ({"ratio": lambda: 0.1}, TypeError, r"ratio=.*lambda.* must be a function of the step"),
     ({"ratio": 0.1, "saving": 50}, ValueError, r"ratio=0\.1 and saving=50 both say how much is sent"),
     ({"server_ratio": 0.1}, ValueError, r"server_ratio=0\.1 needs ratio=: saving=50 decides"),
@@ -80,10 +83,23 @@ BAD_SCHEDULES = [
     ({"ratio": 0.1, "steps": 0}, ValueError, r"at least 1"),
     ({"ratio": 0.1, "steps": True}, ValueError, r"at least 1"),
     ({"ratio": True, "steps": 3}, ValueError, r"ratio=True must be a number in"),
+    ({"ratio": 10**400, "steps": 3}, ValueError, r"ratio=10*0 must be a number in"),
 ]
 BAD_FRACTIONS = [
     ({"fraction": 0}, ValueError, r"fraction=0 must be a number in"),
     ({"fraction": "x"}, ValueError, r"fraction='x' must be a number in"),
+]
+BAD_VOLUMES = [
+    ({"buckets": [8, -5]}, ValueError, "buckets: size=-5 must be at least 0"),
+    ({"buckets": [[8, 1.5]]}, TypeError, "buckets: size=1.5 is a float; it must be an integer"),
+    ({"world": 0}, ValueError, "world=0 must be at least 1"),
+    ({"local": 0}, ValueError, "local=0 must be at least 1"),
+    ({"itemsize": 0}, ValueError, "itemsize=0 must be at least 1"),
+    ({"rank": 2}, ValueError, "rank=2 must be from 0 to 1"),
+    ({"rank": -1}, ValueError, "rank=-1 must be from 0 to 1"),
+    ({"parameters": [2]}, ValueError, r"parameters=\[2\] has 1 items, but one is needed for each of 2 buckets"),
+    ({"uncompressed": [[0]]}, ValueError, r"uncompressed=\[\[0\]\] has 1 items, but one is needed for each of 2"),
+    ({"uncompressed": [[2], []]}, ValueError, "uncompressed: index=2 must be from 0 to 1"),
 ]
 REFUSED = {
     TopKConfig: BAD,
@@ -92,6 +108,15 @@ REFUSED = {
     ExponentialWarmup: BAD_SCHEDULES,
     SampledK: BAD_FRACTIONS,
     RandK: [({"seed": 1.5}, TypeError, r"seed=1\.5 must be an integer")],
+    partial(volume, config=TopKConfig(), buckets=[[5, 3], 4], world=2): BAD_VOLUMES,
+    volume: [({"config": {"saving": 50}, "buckets": [8], "world": 2}, TypeError, "config={.*must be a TopKConfig")],
+    partial(Cluster, TopKConfig(), 2, 100): [
+        ({"sizes": (60,)}, ValueError, r"sizes=\(60,\) add up to 60, and numel=100")
+    ],
+    Cluster(TopKConfig(), 2, 100).step: [
+        ({"gradients": [torch.zeros(100)] * 3}, ValueError, r"got 3 gradients of shape \(100,\); it takes 2, one of"),
+        ({"gradients": [torch.zeros(50)] * 2}, ValueError, r"2 gradients of shape \(50,\); .*, of shape \(100,\)"),
+    ],
 }
 
 
@@ -175,6 +200,10 @@ def test_numpy_numbers_and_sets_become_plain_values():
     assert [(type(x), x) for x in numbers] == [(float, 0.1), (float, 0.5), (float, 2.0), (float, 10.0)]
     patterns = ["*.bias", "1.*", "2.weight"]
     assert TopKConfig(dense_parameters=set(patterns)).dense_parameters == tuple(patterns)
+    sizes, plain = np.array([2 * 10**9, 10**9], dtype=np.int32), [2 * 10**9, 10**9]
+    assert volume(config, sizes, 4) == volume(config, plain, np.int64(4))
+    assert volume(config, [sizes], 4, parameters=np.array([2])) == volume(config, [plain], 4, parameters=[2])
+    assert TopKStrategy(local_world_size=np.int64(2))._local_world_size == 2
 
 
 @pytest.mark.parametrize(
@@ -348,7 +377,7 @@ def test_buckets_that_send_everything_or_nothing_less_keep_their_plans():
 def test_a_function_of_the_step_is_a_schedule_and_is_validated():
     config = TopKConfig(ratio=lambda step: 0.5 - 0.2 * step)
     assert [codecs_of(config, 1000, 1, step).uplink.k for step in range(3)] == [500, 300, 100]
-    for setting, value in itertools.product(("ratio", "server_ratio"), (-0.1, 1.1, None, "0.1")):
+    for setting, value in itertools.product(("ratio", "server_ratio"), (-0.1, 1.1, None, "0.1", True)):
         config = TopKConfig(**{"ratio": 0.1, setting: lambda step, value=value: value})
         with pytest.raises(ValueError, match=rf"^{setting}=<function .* returned {value!r} at step 3; .* a number in"):
             codecs_of(config, 1000, 1, step=3)

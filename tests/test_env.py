@@ -50,8 +50,9 @@ def test_the_report_names_versions_devices_and_the_variables_that_steer_communic
         (1, {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}, "2, 1 per node: nccl, topology sharded"),
         (8, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, "8, 8 per node: nccl, topology sharded"),
         (0, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "3"}, "8, 1 per node: gloo, topology sharded"),
-        (0, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "2, 1 per node: gloo, topology sharded"),
-        (0, {"WORLD_SIZE": "eight"}, "invalid literal"),
+        (0, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' must be an integer of at least 1"),
+        (0, {"WORLD_SIZE": "-4"}, "WORLD_SIZE='-4' must be"),
+        (0, {"SLURM_NTASKS": "eight"}, "SLURM_NTASKS='eight' must be"),
     ],
 )
 def test_the_report_says_which_backend_and_topology_a_launch_gets(said, monkeypatch, gpus, variables, expected):

@@ -163,6 +163,8 @@ def test_the_summary_names_starved_parameters(rank, world):
             log_every_n_steps=2,
         )
         assert (words in told[0]) if words else "next to nothing" not in told[0]
+    monitor._starved = ["net.1.weight"]
+    assert "next to nothing is sent of 1 parameter ('net.1.weight' for one)" in monitor.summary()
 
 
 @pytest.mark.parametrize(("every", "timed"), [(1, [0, 1, 2, 3, 4, 5]), (3, [None, None, 1, 1, 1, 4])])

@@ -42,10 +42,38 @@ class Net(nn.Module):
 
 def test_a_users_module_is_counted():
     assert parameter_sizes(module="test_plan.Net") == [100, 10]
-    with pytest.raises(ValueError, match=r"torch\.nn\.Identity has no trained parameters"):
-        parameter_sizes(module="torch.nn.Identity")
-    with pytest.raises(ValueError, match=r"nowhere\.Net: No module named 'nowhere'.*importable"):
-        parameter_sizes(module="nowhere.Net")
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        raise KeyError("x")
+
+
+class Unreadable(nn.Module):
+    def __init__(self) -> None:
+        raise OSError("no such file")
+
+
+class Lazy(nn.LazyLinear):
+    def __init__(self) -> None:
+        super().__init__(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("torch.nn.Identity", "Identity has no trained parameters"),
+        ("nowhere.Net", "ModuleNotFoundError: No module named 'nowhere'.*importable"),
+        ("collections.Counter", "Counter.*must be .* a torch.nn.Module"),
+        ("test_plan.Failing", "KeyError: 'x'"),
+        ("test_plan.Unreadable", "OSError: no such file"),
+        ("test_plan.Lazy", "Attempted to use an uninitialized parameter"),
+    ],
+)
+def test_a_class_that_gives_no_trained_module_is_named_with_the_reason(monkeypatch, name, words):
+    for command in ("plan --nodes 2", "bench"):
+        with pytest.raises(SystemExit, match=f"{command.split()[0]}: --module {name}: .*{words}"):
+            run(monkeypatch, *command.split(), "--module", name, main=main)
 
 
 def test_a_gpt_is_counted_by_its_name():
@@ -126,6 +154,7 @@ def test_every_size_has_a_plan_and_topologies_that_do_not_fit_say_so(monkeypatch
     ("words", "message"),
     [
         (["--params", "25e6", "--nodes", "1"], "one rank exchanges nothing"),
+        (["--params", "1M", "--nodes", "2", "--inter", "10"], "--inter 10 is no rate; write it like"),
         (["--params", "1M", "--nodes", "2", "--inter", "1gbit/20ms"], "plan counts bytes, and no round trips"),
         (["--params", "1M", "--nodes", "2", "--saving", "50", "--ratio", "0.1"], "both say how much is sent"),
         (["--model", "resnet999", "--nodes", "2"], "Unknown model resnet999. The nearest names are .*resnet"),

@@ -91,7 +91,7 @@ def attach(
     config = one_config(attach, config, settings)
     _check(timeout, residuals, scaler, announce)
     check_bool("broadcast_weights", broadcast_weights)
-    check_count("local_world_size", local_world_size)
+    local_world_size = check_count("local_world_size", local_world_size)
     getter(optimizer)
     check_max_norm(max_norm)
     if isinstance(max_norm, list | tuple) and optimizer is None:

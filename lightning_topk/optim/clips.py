@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_topk.messages import WarnOnce
 from lightning_topk.optim.applied import Clipping
 from lightning_topk.optim.momentum import all_parameters, local_part
+from lightning_topk.schedule import as_float
 
 MaxNorm = float | Sequence[float | None] | None
 """The norm to which the user clips the gradients of all parameters together, or one for each optimizer's."""
@@ -29,8 +30,8 @@ def check_max_norm(max_norm: Any) -> MaxNorm:
     several = max_norm if isinstance(max_norm, list | tuple) else [max_norm]
     if not all(each is None or (isinstance(each, Real) and not isinstance(each, bool)) for each in several):
         raise TypeError(f"max_norm={max_norm!r} must be a number, a list with one for each optimizer, or None.")
-    if not all(each is None or each > 0 for each in several):
-        raise ValueError(f"max_norm={max_norm!r} must be above 0. Leave it out if you do not clip gradients.")
+    if not all(each is None or as_float(each) > 0 for each in several):
+        raise ValueError(f"max_norm={max_norm!r:.50} is no float above 0. Leave it out if you do not clip gradients.")
     return max_norm
 
 

@@ -244,8 +244,9 @@ class CompressionMonitor(Callback):
             ]
         if self._starved:
             words.append(
-                f"next to nothing is sent of {len(self._starved)} parameters ({self._starved[0]!r} for one), whose "
-                "gradients are small beside the others': weigh the losses, or use a smaller saving"
+                f"next to nothing is sent of {len(self._starved)} parameter{'s' * (len(self._starved) > 1)} "
+                f"({self._starved[0]!r} for one), whose gradients are small beside the others': weigh the losses, or "
+                "use a smaller saving"
             )
         return "; ".join(words) + "."
 
