@@ -42,7 +42,8 @@ def test_a_bare_module_of_one_process_is_trained_alone(capfd, monkeypatch):
     monkeypatch.setattr(logging, "lastResort", logging._StderrHandler(logging.WARNING))
     state = attach(nn.Linear(3, 3), ratio=0.1)
     assert state.report().bytes == state.predicted() == Volume()
-    state.load_state_dict({**state.state_dict(), "parameters": {"weight": {}}})
+    state.load_state_dict({**state.state_dict(), "steps": 7, "parameters": {"weight": {}}})
+    assert state.state_dict()["steps"] == 7
     said = capfd.readouterr().err
     assert said.startswith("lightning_topk: a single rank exchanges no gradients, so nothing is compressed.\n")
     assert "residuals are ignored" in said

@@ -159,6 +159,32 @@ def test_a_run_that_keeps_no_residuals_drops_loaded_ones_and_warns(rank, world, 
 
 
 @on_ranks(2)
+def test_an_entry_that_one_rank_refuses_or_that_differs_changes_no_rank(rank, world):
+    ddp, state = attached(four_layers(), ratio=0.05)
+    loss_of(ddp, rank, 0).backward()
+    good, before = ranks.shared(state.state_dict()), undelivered(state, ddp.module)
+    name = next(iter(good["parameters"]))
+    for times in (torch.nan, 2.0):
+        bad = {"residual": good["parameters"][name]["residual"] * (times if rank else 1.0)}
+        with pytest.raises(ValueError, match=r"NaN|with the same entry on every rank"):
+            state.load_state_dict({**good, "steps": 700, "parameters": {**good["parameters"], name: bad}})
+        assert state.steps == 1
+        assert torch.equal(undelivered(state, ddp.module), before)
+    loss_of(ddp, rank, 1).backward()
+
+
+@on_ranks(2)
+def test_residuals_of_parameters_that_are_no_longer_there_are_dropped_with_a_warning(rank, world):
+    said = []
+    ddp, state = attached(four_layers(), ratio=0.05)
+    loss_of(ddp, rank, 0).backward()
+    model, state = attached(four_layers(), ratio=0.05, residuals=state.residuals, announce=said.append)
+    loss_of(model, rank, 1).backward()
+    state.close()
+    assert sum("of 8 parameters were dropped, since the model has no such" in each for each in said) == (rank == 0)
+
+
+@on_ranks(2)
 def test_a_damaged_or_foreign_entry_is_refused_with_a_remedy(rank, world):
     ddp, state = attached(four_layers(), ratio=0.05)
     loss_of(ddp, rank, 0).backward()

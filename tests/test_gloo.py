@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -328,6 +329,26 @@ def test_groups_of_a_failed_exchange_are_not_reused(rank, world):
         state.close()
     dist.destroy_process_group(everyone)
     assert states[0] is not states[1]
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_refused_while_the_last_bucket_is_in_flight(rank, world):
+    net, refusals = nn.Linear(20, 20), []
+    model, state = attached(net, ratio=0.1)
+    perform = collectives.perform
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.2)
+        return perform(*arguments)
+
+    def look(_: torch.Tensor) -> None:  # the gradient of the batch comes last
+        refusals.extend(map(ranks.refusal, (state.state_dict, partial(state.load_state_dict, {}))))
+
+    with mock.patch.object(collectives, "perform", late):
+        batch = ranks.batch(rank, 0).requires_grad_()
+        batch.register_hook(look)
+        model(1.0 * batch).square().mean().backward()
+    assert ["between two backward passes" in each for each in refusals] == [True, True]
 
 
 @on_ranks(2)

@@ -216,7 +216,7 @@ WARNINGS = {
     "outside": "DDP does not reduce ",
     "drift": "SGD took a step with gradients that were not exchanged",
     "bypassed": "SGD took a step, but no gradient was exchanged since attach",
-    "left out": "2 of 8 trained parameters ('0.weight' for one) are in no optimizer: nothing updates them",
+    "left out": "2 of 8 trained parameters ('0.weight' for one) are in no optimizer that attach was given.",
     "copies": "2 of 2 trained parameters ('weight' for one) are in no optimizer, which steps others than the model's",
     "other": "Adam takes steps, but was not passed as optimizer=",
     "sparse": "DDP would send only the rows that a batch touches",

@@ -145,7 +145,7 @@ def _check(timeout: Any, residuals: Any, scaler: Any, announce: Any) -> None:
 
 
 class Alone:
-    """The state of a module that a single process trains: it exchanges and keeps nothing."""
+    """The state of a module that a single process trains: it exchanges nothing, and keeps a checkpoint's steps."""
 
     nonfinite_steps = steps = 0
     rank, world = 0, 1
@@ -168,10 +168,11 @@ class Alone:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns an entry without residuals, see :meth:`.HookState.state_dict`."""
-        return dict(EMPTY)
+        return {**EMPTY, "steps": self.steps}
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Ignores residuals, with a warning."""
+        self.steps = entry.get("steps", 0)
         if entry.get("parameters"):
             self._say("lightning_topk: the checkpoint's residuals are ignored: a single rank has no exchange for them.")
 

@@ -264,9 +264,9 @@ class Optimizers(Watch):
             )
         else:
             self._say(
-                f"lightning_topk: {found}: nothing updates them. Unless something zeroes their gradients, these grow "
-                f"in every step and take the place of others in the payloads: {remedy}. If fine-tuning has unfrozen "
-                "them with train_bn=False, pass train_bn=True."
+                f"lightning_topk: {found} that attach was given. If no other one updates them and zeroes their "
+                f"gradients, these grow in every step and take the place of others in the payloads: {remedy}. If "
+                "fine-tuning has unfrozen them with train_bn=False, pass train_bn=True."
             )
 
 

@@ -121,10 +121,10 @@ def absent(reason: str, steps: int = 0) -> dict[str, Any]:
     return {"version": VERSION, "mode": "none", "reason": reason, "steps": steps}
 
 
-def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> int:
-    """Replaces this rank's residuals with those of an entry, unless it is damaged or belongs to another model.
+def read(names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> tuple[dict[Tensor, dict[str, Tensor]], int]:
+    """The memories of an entry by parameter, for :meth:`.Residuals.restore`, and a checksum of them.
 
-    Returns a checksum of them.
+    Refuses an entry that is damaged or belongs to another model.
     """
     parameters = {name: parameter for parameter, name in names.items()}
     with explain_unreadable():
@@ -133,11 +133,10 @@ def restore(residuals: Residuals, names: Mapping[Tensor, str], entry: Mapping[st
             parameters[name]: {kind: by_memory(part, form_of(parameters[name])).clone() for kind, part in kept.items()}
             for name, kept in entry["parameters"].items()
         }
-    residuals.restore(memories)
     checksum = 0
     for part in (part for kept in memories.values() for part in kept.values()):
         checksum = zlib.crc32(part.cpu().view(torch.uint8).numpy().data, checksum)
-    return checksum
+    return memories, checksum
 
 
 @contextmanager

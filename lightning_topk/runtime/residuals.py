@@ -242,7 +242,7 @@ class Residuals:
         gone = {*self._kept} - {*parameters}
         self.drop_endpoints(gone)
         for parameter in gone:
-            del self._kept[parameter]
+            self._drop(self._kept.pop(parameter), "the model has no such parameters any more")
 
     def restore(self, memories: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Replaces all memories by a checkpoint's ``[numel]``: the mean over the workers, on every rank."""

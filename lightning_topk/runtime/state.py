@@ -92,6 +92,7 @@ class HookState:
         self._lane: StreamLane | ThreadLane | None = None
         self.current: Pass | None = None
         """The backward pass in progress."""
+        self._last: Pass | None = None  # the one before, which may be in flight
         self._unchanged = 0  # passes with the same buckets as the pass before
         with on_failure(self.close):
             self.residuals.move_to(self, self.rank)
@@ -193,7 +194,8 @@ class HookState:
 
         ``ready`` marks when it was ready, if it is timed and that is not now.
         """
-        now, self.current = self.current or self._outside_pass("end_pass"), None
+        self._last = now = self.current or self._outside_pass("end_pass")
+        self.current = None
         buckets = now.buckets
         now.ready = ready or (mark(buckets[0][0].device) if now.timed and buckets else None)
         same = tuple(buckets) == self.last_buckets
@@ -258,12 +260,12 @@ class HookState:
         group = self._parent if self.groups is None else self.groups.all
         return checkpoint.collect(self.residuals, self.steps, self.names, self.config, self.device, group)
 
-    def check_between_passes(self) -> None:
+    def check_between_passes(self, method: str = "state_dict") -> None:
         """Refuses a call within a backward pass, whose exchanges write the residuals."""
         now, failed = self.current, self._lane is not None and self._lane.error is not None
-        in_flight = now is not None and now.in_flight and not failed
+        in_flight = not failed and any(each is not None and each.in_flight for each in (now, self._last))
         if in_flight or (now is not None and torch._C._current_graph_task_id() != -1):
-            raise RuntimeError("state_dict was called within a backward pass: call it between two backward passes.")
+            raise RuntimeError(f"{method} was called within a backward pass: call it between two backward passes.")
 
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
         """Loads the residuals of a checkpoint, of any world size. A collective: every rank must call it.
@@ -272,20 +274,22 @@ class HookState:
             entry: The entry that :meth:`state_dict` returned on rank 0.
 
         Raises:
-            RuntimeError: The state was closed, or another rank did not call it.
-            ValueError: The entry is damaged, belongs to another model, or differs between the ranks.
+            RuntimeError: The state was closed, it was called within a backward pass, or another rank did not call it.
+            ValueError: The entry is damaged, belongs to another model, or differs between the ranks; nothing changes.
         """
+        self.check_between_passes("load_state_dict")
         self.open_groups()
         try:
-            checksum = checkpoint.restore(self.residuals, self.names, entry)
+            memories, checksum = checkpoint.read(self.names, entry)
         except ValueError:
             with suppress(ValueError):
                 self._agree_on_entry({})
             raise
+        self._agree_on_entry({"the step count": entry["steps"], "the checksum of residuals": checksum})
+        self.residuals.restore(memories)
         self.steps, rates = entry["steps"], self.optimizers.rates
         if rates is not None:  # no step has followed
             self.optimizers.rates = rates._replace(last=(None,) * len(rates.last))
-        self._agree_on_entry({"the step count": self.steps, "the checksum of residuals": checksum})
 
     def _agree_on_entry(self, loaded: Mapping[str, int]) -> None:
         """Checks that all ranks have loaded the same entry. A collective."""
