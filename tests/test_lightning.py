@@ -310,7 +310,7 @@ def test_a_schedule_follows_the_trainers_steps_or_epochs(rank, world, unit):
 
 
 SCRIPT = """
-import lightning as L, lightning_topk, trainers
+import lightning as L, lightning_topk, torch.distributed as dist, trainers
 from lightning.pytorch.demos.boring_classes import BoringModel
 from ranks import waiting
 
@@ -337,6 +337,7 @@ if __name__ == "__main__":
         assert all(norm > 0 for norm in left.values()) and left
         assert first.state.steps == steps
     print(f"rank {trainer.global_rank} trained\\n", end="", flush=True)
+    dist.barrier()  # rank 0, which started the other one, ends it when it ends
 """
 
 

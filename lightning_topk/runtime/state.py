@@ -263,7 +263,8 @@ class HookState:
     def check_between_passes(self, method: str = "state_dict") -> None:
         """Refuses a call within a backward pass, whose exchanges write the residuals."""
         now, failed = self.current, self._lane is not None and self._lane.error is not None
-        in_flight = not failed and any(each is not None and each.in_flight for each in (now, self._last))
+        jobs = [job for each in (now, self._last) if each is not None for job in each.jobs]
+        in_flight = not failed and not all(job.outcome for job in jobs)
         if in_flight or (now is not None and torch._C._current_graph_task_id() != -1):
             raise RuntimeError(f"{method} was called within a backward pass: call it between two backward passes.")
 
