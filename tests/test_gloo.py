@@ -352,6 +352,15 @@ def test_a_checkpoint_is_refused_while_the_last_bucket_is_in_flight(rank, world)
 
 
 @on_ranks(2)
+def test_a_state_that_was_closed_after_an_exchange_failed_gives_its_residuals(rank, world):
+    model, state = attached(nn.Linear(20, 20), ratio=0.1)
+    with mock.patch.object(collectives, "perform", mock.Mock(side_effect=MemoryError("no memory left"))):
+        assert "no memory left" in ranks.refusal(model(ranks.batch(rank, 0)).square().mean().backward)
+    state.close()
+    assert state.state_dict()["steps"] == 1
+
+
+@on_ranks(2)
 def test_reads_in_the_middle_of_backward_give_the_state_after_the_last_whole_pass(rank, world):
     """Each of two layers has a bucket, and both are infinite in one step, which counts once. Two threads read."""
     torch.manual_seed(0)

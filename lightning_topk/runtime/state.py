@@ -314,7 +314,7 @@ class HookState:
         self.optimizers.close()
         if self.groups is not None:
             self.groups.destroy(idle, failed=self._lane is not None and self._lane.error is not None)
-        self._lane = self.groups = None
+        self._lane = self.groups = self._last = None
 
 
 def _check_arguments(config: TopKConfig, epoch: Any, has_optimizers: bool) -> None:
