@@ -245,7 +245,7 @@ def test_own_schedules_and_functions_of_the_step_agree_across_ranks_or_are_refus
 
 @pytest.mark.parametrize(
     ("sizes", "argument", "local"),
-    [([2] * 4, None, 2), ([1] * 4, 2, 2), ([4] * 4, None, 4),
+    [([2] * 4, None, 2), ([1] * 4, 2, 2), ([4] * 4, None, 4), ([0] * 4, None, 1), (["two"] * 4, None, 1),
      ([8] * 4, None, 1), ([3, 3, 3, 1], None, 1), ([1] * 4, 3, 1)],
 )  # fmt: skip
 @on_ranks(4)
@@ -409,6 +409,22 @@ def test_a_model_is_attached_again_whether_its_state_is_open_or_closed(rank, wor
         assert again.report().bytes["uplink"] > 0
         assert not ranks.undelivered(again, net).any()
         assert closed or ranks.open_now()[2] == before[2]
+
+
+@on_ranks(2)
+def test_a_model_is_attached_again_in_the_middle_of_an_accumulation(rank, world):
+    for wrapped_anew in (False, True):
+        net, alone, options = ranks.Net(), ranks.Net(), {"find_unused_parameters": True}
+        model, first = attached(net, options, **EVERYTHING)
+        with model.no_sync():
+            loss_of(model, rank, 0).backward()  # the branch is only used here
+        if wrapped_anew:
+            first.close()
+            model = ddp(net, **options)
+        attach(model, residuals=first.residuals, **EVERYTHING)
+        loss_of(model, rank, 1, branch=False).backward()
+        each = [ranks.local_gradient(alone, net, rank, step, branch=step == 0) for step in (0, 1)]
+        torch.testing.assert_close(gradient(net).double(), mean_over_ranks(sum(each)), atol=1e-6, rtol=0)
 
 
 @on_ranks(2)

@@ -298,6 +298,20 @@ def test_layers_that_are_unfrozen_later_are_exchanged_too(rank, world):
     torch.testing.assert_close(weights(model), weights(alone), rtol=1e-4, atol=1e-5)
 
 
+class EarlyBranch(Branch):
+    """Uses its branch in the first of two micro-batches only."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx + 1)
+
+
+@on_ranks(2)
+def test_gradients_are_exchanged_that_were_accumulated_before_ddp_is_rebuilt(rank, world):
+    model, strategy = EarlyBranch(), TopKStrategy(ratio=0.1, find_unused_parameters=True)
+    fit(rank, world, model, strategy, [thawed_in_the_second_epoch(model)], max_epochs=2, accumulate_grad_batches=2)
+    assert alike(weights(model))
+
+
 @pytest.mark.skipif(torch.__version__ < "2.10", reason="DDP exchanges nothing there")
 @on_ranks(2)
 def test_a_static_graph_is_exchanged_after_every_rebuild_in_manual_optimization(rank, world):

@@ -61,6 +61,17 @@ class TopKState(HookState):
         self.used, self.voting = set(), True
         self._watches = [watch for each in parameters for watch in watch_gradients(each, self.used.add)]
 
+    def continue_accumulation(self, earlier: "Iterable[TopKState]") -> None:
+        """Repeats to DDP and to this state which parameters got gradients that earlier states have not exchanged.
+
+        A reducer that is new or was reset takes them for unused if the next backward pass does not use them, and would
+        leave their gradients as they are. It learns of a use only by autograd's hooks.
+        """
+        if self.used is not None:
+            accumulated = {p for each in earlier for p in each.used or () if p in self.names}
+            zeros = {p: torch.zeros_like(p.grad) for p in accumulated if p.grad is not None}
+            torch.autograd.backward([*zeros], [*zeros.values()])
+
     def plan_first_pass(self, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
         """Plans the first pass's buckets together, if there are several: else they would change after it."""
         if self._together or not model.find_unused_parameters or model.static_graph:
@@ -236,9 +247,11 @@ def attach(
         )
     names = _exchanged(model)
     check_parameters(names)
-    optimizers = getter(optimizer)
-    for each in earlier:
-        each.state.close()
+    optimizers, previous = getter(optimizer), [each.state for each in earlier]
+    for each in previous:
+        each.close()
+    if isinstance(arguments.get("earlier"), TopKState):  # of another wrapper
+        previous.append(arguments["earlier"])
     device = next((parameter.device for parameter in names if parameter.requires_grad), model.device)
     group = model.process_group if model.process_group is not dist.group.WORLD else None
     state = TopKState(config, device, process_group=group, optimizers=optimizers, **arguments)
@@ -261,6 +274,7 @@ def attach(
         else:
             model.register_comm_hook(InUse(state), topk_hook)
             model.register_forward_pre_hook(_check_use)
+        state.continue_accumulation(previous)
         trained = [p for p in names if p.requires_grad]
         state.exchange_together(model, trained)
         state.plan_first_pass(model, trained)

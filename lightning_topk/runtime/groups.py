@@ -259,11 +259,11 @@ def connect(
 
 def _local_world_size(config: TopKConfig, device: torch.device, group: dist.ProcessGroup | None) -> tuple[int, str]:
     """Ranks per node from LOCAL_WORLD_SIZE, or 1 with the reason if it does not fit these ranks."""
-    told = gathered(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), device, group)
-    everyone = len(told) == dist.get_world_size()
-    if everyone and len(set(told)) == 1 and len(told) % told[0] == 0:
-        return int(told[0]), ""
-    words = f"LOCAL_WORLD_SIZE is {told} on {len(told)} of {dist.get_world_size()} ranks"
+    told: list[str] = gathered(os.environ.get("LOCAL_WORLD_SIZE", "1"), device, group)
+    everyone, local = len(told) == dist.get_world_size(), int(told[0]) if told[0].isdecimal() else 0
+    if everyone and len(set(told)) == 1 and local and len(told) % local == 0:
+        return local, ""
+    words = f"LOCAL_WORLD_SIZE is [{', '.join(told)}] on {len(told)} of {dist.get_world_size()} ranks"
     if config.by_node:
         raise ValueError(
             f"topology={config.topology!r} needs the same number of ranks on every node, but {words}. Pass "
