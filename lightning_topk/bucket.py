@@ -49,7 +49,7 @@ class Bucket(tuple[Tensor, ...]):
 
     dtype: torch.dtype | None = None  # for which it is planned; a wrapper may change that of the parameters
     plan: BucketPlan | None = None
-    weight: float = 0.0  # of its bytes, see `Buckets.share`; 0 if they are not shared out
+    weights: Mapping[Bucket, float] | None = None  # of those that share their bytes, see `Buckets.share`
     lifts: Sequence[float] = ()  # of its parameters, see :class:`.Link`
     endpoint: Endpoint | None = None  # of `runtime.residuals`, which alone sets it
     alike: Any = None  # see `Residuals.fade`; as long as the endpoint
@@ -332,19 +332,23 @@ class Buckets:
                 bucket.plan, bucket.dtype, changed = plan, bucket[0].dtype, changed + (known is not None)
         return changed
 
-    def share(self, weights: Mapping[Bucket, float]) -> None:
-        """Plans all buckets of a step with bytes in proportion to their weights, see :func:`share_out`."""
-        for bucket, weight in weights.items():
-            bucket.weight = weight
+    def share(self, weights: Mapping[Bucket, float], steps: Iterable[tuple[Bucket, ...]]) -> None:
+        """Plans buckets with bytes in proportion to their weights, see :func:`share_out`.
+
+        ``steps`` has all buckets of each step that exchanges any of them: then it exchanges all.
+        """
+        for bucket in weights:
+            bucket.weights = weights
         self._together.clear()
-        self.plan_together([*weights])
+        for step in steps:
+            self.plan_together(step)
 
     def forget_shares(self, buckets: Iterable[Bucket]) -> None:
-        """Plans those that have weights without them when they are next exchanged."""
-        shared = [bucket for bucket in buckets if bucket.weight]
+        """Plans those that share bytes without that when they are next exchanged."""
+        shared = [bucket for bucket in buckets if bucket.weights]
         self._forget_plans(shared)
         for bucket in shared:
-            bucket.weight = 0.0
+            bucket.weights = None
 
     def _forget_plans(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
@@ -359,5 +363,10 @@ class Buckets:
             uncompressed = [number for number, parameter in enumerate(bucket) if parameter in self._uncompressed]
             known.append(([parameter.numel() for parameter in bucket], bucket[0].itemsize, uncompressed, tag))
         plans = plan_step(self.config, known, self._world, self.local, self._model)
-        weights = [bucket.weight for bucket in buckets]
-        return share_out(plans, weights) if all(weights) else plans
+        places = {bucket: place for place, bucket in enumerate(buckets)}
+        for weights in {id(bucket.weights): bucket.weights or {} for bucket in buckets}.values():
+            if weights.keys() <= places.keys():
+                shared = share_out([plans[places[bucket]] for bucket in weights], [*weights.values()])
+                for bucket, plan in zip(weights, shared, strict=True):
+                    plans[places[bucket]] = plan
+        return plans

@@ -35,7 +35,7 @@ from lightning_topk.core.exchange import TOPOLOGIES, TopologyName
 from lightning_topk.core.select import RandK, SampledK, Selector
 from lightning_topk.core.wire import WIRES, WireName
 from lightning_topk.messages import saving_warnings, startup_warnings
-from lightning_topk.runtime.shares import FIRST, LEAST, WINDOW, Shares, energies_of, lifts_of
+from lightning_topk.runtime.shares import FIRST, LEAST, TURNS, WINDOW, Shares, energies_of, lifts_of
 from lightning_topk.schedule import ExponentialWarmup
 from lightning_topk.simulate import Cluster
 from lightning_topk.volume import Volume, volume
@@ -355,6 +355,17 @@ def test_lifts_are_decided_anew_every_64_passes_and_weights_after_twice_as_many(
         turns += [(number, shares.decide({buckets[0]: [4]})[0] == [1.0]) for _ in shares.due]
     assert [number for number, _ in turns] == [8, 16, 32, *range(64, 2500, 64)]
     assert [number for number, weighed in turns if weighed] == [8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+
+
+def test_buckets_share_bytes_with_those_of_the_same_passes_however_many_passes_differ():
+    shares, (trunk, deeper, *heads) = Shares(), [Bucket((torch.ones(1),)) for _ in range(40)]
+    for head in heads[:2] * FIRST:
+        shares.end_pass((head, trunk, deeper))
+    assert shares.due == [(trunk, deeper), (heads[1],)], "the first pass was of one group"
+    assert shares.end_pass((heads[2], deeper)) == [trunk, deeper], "the trunk is not always used as a whole"
+    for pair in itertools.combinations(heads[:8], 2):
+        shares.end_pass((*pair, trunk))
+    assert len(shares.turns) == TURNS
 
 
 def test_a_network_that_ends_before_its_first_decision_does_not_have_others_measured():

@@ -252,21 +252,31 @@ class Addresses(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("topology", "dtype", "scaled", "limits"),
+    ("topology", "dtype", "scaled", "limits", "apart"),
     [
-        ("sharded", torch.float32, False, 0),
-        ("sharded", torch.float32, False, 1),
-        ("sharded", torch.bfloat16, True, 1),
-        ("hierarchical", torch.float32, True, 1),
-        ("single_server", torch.float32, False, 1),
+        ("sharded", torch.float32, False, 0, False),
+        ("sharded", torch.float32, False, 1, False),
+        ("sharded", torch.bfloat16, True, 0, True),
+        ("sharded", torch.bfloat16, True, 1, False),
+        ("sharded", torch.float32, True, 2, True),
+        ("hierarchical", torch.float32, True, 1, True),
+        ("hierarchical", torch.float32, False, 2, False),
+        ("single_server", torch.float32, False, 1, False),
     ],
 )
-def test_a_pass_uses_the_memory_and_the_numbers_of_the_one_before(fake, monkeypatch, topology, dtype, scaled, limits):
-    """So CUDA graphs could replay the segments of an exchange between its requests."""
+def test_a_pass_uses_the_memory_and_the_numbers_of_the_one_before(
+    fake, monkeypatch, topology, dtype, scaled, limits, apart
+):
+    """So CUDA graphs could replay the segments of an exchange between its requests.
+
+    Also if two parameters are treated ``apart``: one is not compressed, another one is lifted.
+    """
     monkeypatch.setattr(ops, "fast", lambda device: fake)
     monkeypatch.setattr(torch, "_assert_async", lambda *_: None)
-    plan = plan_bucket(TopKConfig(saving=50, topology=topology), [400_000, 300_000], WORLD, LOCAL, dtype.itemsize)
+    config, sizes = TopKConfig(saving=50, topology=topology), [400_000, 300_000, 100]
+    plan = plan_bucket(config, sizes, WORLD, LOCAL, dtype.itemsize, [2] if apart else ())
     end, groups = plan.endpoint(0, dtype, CUDA), Groups({}, 0, WORLD, CUDA, LOCAL, None)
+    end.lift([1.0, 64.0, 1.0] if apart else ())
     bucket = Bucket([torch.nn.Parameter(torch.empty(size, device=CUDA)) for size in plan.parts.sizes])
     clipping = Clipping(WORLD)
     scale = torch.full((), 2.0**16, device=CUDA) if scaled else None

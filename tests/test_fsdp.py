@@ -357,13 +357,18 @@ def test_a_pass_ends_with_fsdps_root_outside_the_model(rank, world):
     watched.check()
 
 
+@pytest.mark.parametrize("heads", [False, True])
 @on_ranks(4)
-def test_networks_that_train_in_turn_share_bytes_out_among_their_own_buckets(rank, world):
+def test_networks_and_heads_that_train_in_turn_share_bytes_out(rank, world, heads):
     """Each pass sends as many bytes as before, and plans nothing anew."""
     mesh = mesh_of(2, 2)
     nets = nn.Sequential(*(nn.Sequential(nn.Linear(20, 80), nn.Linear(80, 90)) for _ in range(2)))
     for net in nets:
         sharded(net, mesh["shard"], ("0", "1"))
+    if heads:
+        nets = nn.Sequential(
+            *(nn.Sequential(nets[0], fully_shard(nn.Linear(90, n), mesh=mesh["shard"])) for n in (40, 70))
+        )
     state = attach(nets, process_group=mesh["replicate"], saving=20, optimizer=list)
     watched, plans, sent = Watched(state), [], []
     for step in range(22):
@@ -371,11 +376,13 @@ def test_networks_that_train_in_turn_share_bytes_out_among_their_own_buckets(ran
         plans.append([state.buckets.plan_of(bucket) for bucket in state.last_buckets])
         sent.append(state.report().bytes.sent)
     watched.check()
-    weights = [[bucket.weight for bucket in buckets] for buckets in state.shares._passes]
-    assert len(weights) == 2
-    assert all(0 < each != 1 for several in weights for each in several if len(several) > 1), weights
+    groups = [*state.shares._passes]
+    assert [*map(len, groups)] == ([1, 2, 1] if heads else [2, 2])
+    for buckets in groups:
+        assert (len(buckets) == 1) == (buckets[0].weights is None)
     assert plans[-1] == plans[-3] != plans[5]
-    assert len({*sent[2:]}) == 1
+    assert plans[-2] == plans[-4] != plans[4]
+    assert len({*sent[2::2]}) == len({*sent[3::2]}) == 1
 
 
 @on_ranks(4)

@@ -53,7 +53,7 @@ def dense(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Path:
     link, sizes = end.uplink, end.plan.parts.sizes
     if step.clip is not None:
         step.clip.enter(step.clip.norms(g, sizes, step.scale))
-        g.div_(step.clip.spread(sizes))
+        step.clip.divide_(g, link.sizes_on(g.device))
     if step.measure.error:
         energy = norm(g, step.scale).square()
         link.error = torch.stack([energy, torch.zeros_like(energy)])

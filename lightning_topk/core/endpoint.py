@@ -224,6 +224,12 @@ class Endpoint:
         return torch.tensor(starts, device=self.device)
 
     @cached_property
+    def uncompressed(self) -> Tensor:
+        """Indices of the uncompressed parameters, and their elements: ``[2, parameters]`` int64."""
+        numbers = self.plan.uncompressed
+        return torch.tensor([numbers, [self.plan.parts.sizes[number] for number in numbers]], device=self.device)
+
+    @cached_property
     def pieces(self) -> tuple[Tensor, Tensor]:
         """How a GPU splits a bucket among the ranks of its node, kept on the device.
 

@@ -45,7 +45,7 @@ def exchange(
         places = [g.split(sizes)[number] for number in plan.uncompressed] if plan.uncompressed else []
         if places:
             apart, lengths = torch.cat(places), [*map(len, places)]
-            limits = None if clip is None else clip.among(plan.uncompressed)
+            limits = None if clip is None else clip.among(end.uncompressed[0])
             if limits is not None:
                 step = replace(step, apart=limits.norms(apart, lengths, scale))
             for place in places:
@@ -55,7 +55,7 @@ def exchange(
             multiply_(g, sizes, [1 / lift for lift in link.lifts])
         if places:
             if limits is not None:
-                apart.div_(limits.spread(lengths))
+                limits.divide_(apart, end.uncompressed[1])
             total = yield AllReduce(apart.div_(plan.workers), "uplink")
             for place, summed in zip(places, total.split(lengths), strict=True):
                 place += summed  # the exchange may have delivered a residual of earlier settings here

@@ -61,7 +61,8 @@ class Clip(NamedTuple):
         """Norms ``[limits]`` float32 of a gradient ``[numel]`` of parameters of ``sizes``, without its loss scale."""
         if self.of is None:
             return norm(x, scale, torch.float32).view(1)
-        squares = torch.stack([norm(part, scale, torch.float32) for part in x.split(sizes)]).square()
+        norms = lengths(x, sizes).float()
+        squares = (norms if scale is None else norms / scale).square()
         return squares.new_zeros(len(self.rows)).index_add_(0, self.of, squares).sqrt()
 
     def enter(self, norms: Tensor) -> Tensor:
@@ -79,19 +80,14 @@ class Clip(NamedTuple):
         else:
             self.rows[:, DELIVERED] = self.norms(g, sizes, scale)
 
-    def spread(self, sizes: Sequence[int]) -> Tensor:
-        """The excess of each element of parameters of ``sizes``, or a scalar."""
+    def divide_(self, x: Tensor, sizes: Tensor) -> None:
+        """Divides ``x`` ``[numel]``, of parameters of ``sizes`` ``[parameters]`` int64, by its excess."""
         excess = self.rows[:, EXCESS]
-        if self.of is None:
-            return excess[0]
-        repeats = ops.to_device(torch.tensor(sizes), excess.device)
-        return excess[self.of].repeat_interleave(repeats, output_size=sum(sizes))
+        x.div_(excess[0] if self.of is None else excess[self.of].repeat_interleave(sizes, output_size=len(x)))
 
-    def among(self, numbers: Sequence[int]) -> Clip:
-        """The same for some of the parameters."""
-        if self.of is None:
-            return self
-        return Clip(self.rows, self.of[ops.to_device(torch.tensor(numbers), self.of.device)])
+    def among(self, numbers: Tensor) -> Clip:
+        """The same for some of the parameters, ``[parameters]`` int64."""
+        return self if self.of is None else Clip(self.rows, self.of[numbers])
 
 
 @dataclass(frozen=True)
@@ -136,6 +132,13 @@ class Link:
     sent: tuple[Tensor, Codec] | None = field(default=None, init=False)
     error: Tensor | None = field(default=None, init=False)
     per_layer: Tensor | None = field(default=None, init=False)
+    _sizes_there: Tensor | None = field(default=None, init=False)
+
+    def sizes_on(self, device: torch.device) -> Tensor:
+        """The sizes ``[parameters]`` int64 on the device of what it sends, in memory that stays the same."""
+        if self._sizes_there is None:
+            self._sizes_there = ops.to_device(torch.tensor(self.sizes), device)
+        return self._sizes_there
 
     def fuse(self, exact: bool = False, scratch: ops.Scratch | None = None) -> Link:
         """Sends in one pass over memory from now on, if :func:`.ops.sender` has a function for that; returns itself.
@@ -178,7 +181,7 @@ class Link:
         norms = clip.norms(x, self.sizes, step.scale) * math.sqrt(self.count)
         excess = clip.enter(norms if step.apart is None else norms.hypot(step.apart))
         if clip.of is not None:
-            x.div_(clip.spread(self.sizes))
+            clip.divide_(x, self.sizes_on(x.device))
         elif not ops.on_cpu(x) or excess > 1:  # a CPU saves a pass over a gradient that is not clipped
             return excess[0] if step.scale is None else step.scale * excess[0]
         return step.scale
@@ -230,6 +233,12 @@ def norm(g: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float64) ->
     """Norm of a gradient without the loss scale that it contains, a scalar of ``dtype``."""
     length: Tensor = torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, dtype)).to(dtype)
     return length if scale is None else length / scale
+
+
+def lengths(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The norm of each parameter's elements of ``x`` ``[numel]``: ``[parameters]``, floating."""
+    wide = torch.promote_types(x.dtype, torch.float32)  # on a CPU, float64 sums of float32 take 20 times as long
+    return torch.stack(torch._foreach_norm(x.split([*sizes]), 2, wide))
 
 
 def _energies(vectors: Sequence[Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ rank that has run out of data stays behind. So rank 0 decides.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from lightning_topk.bucket import Bucket
 from lightning_topk.consensus import gathered
+from lightning_topk.core.link import lengths
 
 FIRST, LIFTS, WEIGHTS = 8, 64, 1024
 """Passes until the first decision. Each later one comes after twice as many, about lifts at most after ``LIFTS``, and
@@ -44,8 +46,10 @@ LIFTED = 0.5
 """Root mean square of a parameter's lifted gradient over that of its bucket, at most."""
 LOWEST, HIGHEST = 16.0, 1024.0
 """Bounds of a lift."""
+TURNS = 16
+"""Passes with different buckets that are known at most."""
 Buckets = tuple[Bucket, ...]
-"""All buckets of a pass."""
+"""Buckets that are always exchanged in the same passes, in order."""
 Energies = Mapping[Bucket, Tensor]
 """Of each bucket that is not empty, the energies of its parameters as they entered in this worker and as delivered:
 ``[2, parameters]``, not finite if what was delivered is not."""
@@ -53,7 +57,7 @@ Energies = Mapping[Bucket, Tensor]
 
 @dataclass
 class _Passes:
-    """The passes of the same buckets, and the energies of those that were measured since the last decision."""
+    """The passes of some buckets, and the energies of those that were measured since the last decision."""
 
     count: int = 0
     due: int = FIRST  # at which count it is time to decide
@@ -61,7 +65,10 @@ class _Passes:
 
 
 class Shares:
-    """Measures the energies of buckets, and decides about their shares. Networks may be trained in turn.
+    """Measures the energies of buckets, and decides about their shares.
+
+    Networks, or heads of one, may be trained in turn. Buckets share bytes with those that are always exchanged in the
+    same passes, so that the bytes of every pass stay the same.
 
     ``shards`` is the group of all ranks that exchange a shard of the same gradients on this ``device``, if there are
     several.
@@ -69,36 +76,40 @@ class Shares:
 
     def __init__(self, device: torch.device = CPU, shards: dist.ProcessGroup | None = None) -> None:
         self._device, self._shards = device, shards
+        self.turns: list[tuple[Bucket, ...]] = []
+        """All buckets of the passes in turn."""
         self._passes: dict[Buckets, _Passes] = {}
         self.due: list[Buckets] = []
         """The buckets about which it is time to decide."""
 
     def measures(self, first: Bucket) -> bool:
         """Whether the pass that begins with this bucket should be measured."""
-        for buckets, passes in self._passes.items():
-            if buckets[0] is first and passes.due - passes.count <= WINDOW:
-                return True
-        return False
+        near = [each for each, passes in self._passes.items() if passes.due - passes.count <= WINDOW]
+        return any(each[0] in turn for turn in self.turns if turn[0] is first for each in near)
 
     def end_pass(self, buckets: Buckets) -> list[Bucket]:
-        """Counts a pass. It ends what was decided about other buckets of the same parameters, which it returns."""
+        """Counts a pass of all these buckets. Returns those about which earlier decisions end, if there are others."""
         ended: list[Bucket] = []
-        if buckets and buckets not in self._passes:
+        if buckets and buckets not in self.turns:
             members = {p for bucket in buckets for p in bucket}
-            for each in [*self._passes]:
-                if any(not members.isdisjoint(bucket) for bucket in each):
-                    del self._passes[each]
-                    ended += each
-            self._passes[buckets] = _Passes()
-        if buckets:
-            self._passes[buckets].count += 1
+            regrouped = {b for turn in self.turns for b in turn if b not in buckets and not members.isdisjoint(b)}
+            self.turns = [*[turn for turn in self.turns if regrouped.isdisjoint(turn)][1 - TURNS :], buckets]
+            groups = defaultdict[tuple[bool, ...], list[Bucket]](list)
+            for bucket in dict.fromkeys(bucket for turn in self.turns for bucket in turn):
+                groups[tuple(bucket in turn for turn in self.turns)].append(bucket)
+            before, self._passes = self._passes, {(*each,): _Passes() for each in groups.values()}
+            self._passes |= {each: passes for each, passes in before.items() if each in self._passes}
+            ended = [bucket for each in before if each not in self._passes for bucket in each]
+        for each, passes in self._passes.items():
+            passes.count += each[0] in buckets
         self.due = [each for each, passes in self._passes.items() if passes.count >= passes.due]
         return ended
 
     def fold(self, buckets: Buckets, energies: Energies) -> None:
-        """Takes the energies of a pass."""
-        if (passes := self._passes.get(buckets)) is not None:
-            passes.measured.append(energies)
+        """Takes the energies of a pass of all these buckets."""
+        for each, passes in self._passes.items():
+            if each[0] in buckets:
+                passes.measured.append({bucket: energies[bucket] for bucket in each if bucket in energies})
 
     def decide(self, sizes: Mapping[Bucket, Sequence[int]]) -> tuple[list[float], list[Sequence[float]]]:
         """The weight of each bucket's bytes, none without energy or before their turn; and the lifts of its parameters.
@@ -152,5 +163,4 @@ def lifts_of(energies: Sequence[float], sizes: Sequence[int], before: Sequence[f
 
 def energies_of(g: Tensor, sizes: Sequence[int]) -> Tensor:
     """The sum of squares of each parameter's elements of ``g`` ``[numel]``: ``[parameters]``, floating."""
-    wide = torch.promote_types(g.dtype, torch.float32)  # on a CPU, float64 sums of float32 take 20 times as long
-    return torch.stack(torch._foreach_norm(g.split([*sizes]), 2, wide)).square()
+    return lengths(g, sizes).square()

@@ -157,7 +157,8 @@ class HookState:
         with every_rank("dividing a step's bytes among its buckets"):
             weights, lifts = gathered(self.shares.decide(sizes), self.device, groups.all)[0]
         if weights and len(buckets) > 1:
-            self.buckets.share(dict(zip(buckets, weights, strict=True)))
+            steps = [turn for turn in self.shares.turns if buckets[0] in turn]
+            self.buckets.share(dict(zip(buckets, weights, strict=True)), steps)
         for bucket, its in zip(buckets, lifts, strict=True):
             bucket.lifts = its if bucket.dtype != torch.float16 else ()  # which may overflow
         messages.LOGGER.debug("the buckets' shares of the bytes, over their mean: %s; lifts: %s", weights, lifts)
