@@ -21,8 +21,7 @@ def perform(request: Request, groups: Groups, place: int, wait: Callable[[dist.W
     Returns the reply (see the request's class), in memory of the ``groups``; that of an all-reduce in the payload. With
     ``wait`` the collective runs in the background until that returns.
     """
-    group, payload = groups.among[request.among], request.payload
-    rank, world, device = dist.get_rank(group), dist.get_world_size(group), payload.device
+    group, payload, device = groups.among[request.among], request.payload, request.payload.device
     if payload.is_cuda and "cuda:gloo" in dist.get_backend_config(group):
         # gloo supports most collectives on CPU tensors only: the payload is copied there and back, and the host waits.
         reply = perform(replace(request, payload=payload.cpu()), groups, place, None)
@@ -31,29 +30,29 @@ def perform(request: Request, groups: Groups, place: int, wait: Callable[[dist.W
     if isinstance(request, AllGather) and not payload.is_cuda and not across_nodes:
         # gloo gathers in a ring of W - 1 steps, one after the other. An all-to-all of W copies takes one step, but each
         # rank of another node gets a copy of its own: a ring sends fewer bytes between nodes of several ranks.
-        request = AllToAll(payload.repeat(world, 1), request.direction, request.among)
+        request = AllToAll(payload.repeat(group.size(), 1), request.direction, request.among)
         payload = request.payload
     options: dict[str, Any] = {"group": group, "async_op": wait is not None}
-    root = dist.get_global_rank(group, 0)
     received: Tensor | None
     if isinstance(request, AllToAll):
         received = _memory(groups, place, device, *payload.shape)
         work = dist.all_to_all_single(received, payload, **options)
     elif isinstance(request, AllGather):
-        received = _memory(groups, place, device, world, len(payload))
+        received = _memory(groups, place, device, group.size(), len(payload))
         work = all_gather(received.view(-1), payload, group, wait is not None)
     elif isinstance(request, AllReduce):
         received, work = payload, dist.all_reduce(payload, **options)
     elif isinstance(request, Gather):
-        received = _memory(groups, place, device, world, len(payload)) if rank == 0 else None
+        received = _memory(groups, place, device, group.size(), len(payload)) if group.rank() == 0 else None
         into = None if received is None else list(received.unbind())
-        work = dist.gather(payload, into, dst=root, **options)
+        work = dist.gather(payload, into, dst=dist.get_global_rank(group, 0), **options)
     else:
         assert isinstance(request, Broadcast)
         # A scatter of equal rows: rank 0 itself sends to every other rank, as the parameter server of the papers does.
         # A broadcast would forward through a tree that depends on the backend, so its bytes could not be predicted.
         received = _memory(groups, place, device, len(payload))
-        work = dist.scatter(received, [payload] * world if rank == 0 else None, src=root, **options)
+        rows = [payload] * group.size() if group.rank() == 0 else None
+        work = dist.scatter(received, rows, src=dist.get_global_rank(group, 0), **options)
     if wait is not None and work is not None:
         wait(work)
     return received
