@@ -418,6 +418,7 @@ def test_a_model_is_attached_again_in_the_middle_of_an_accumulation(rank, world)
         model, first = attached(net, options, **EVERYTHING)
         with model.no_sync():
             loss_of(model, rank, 0).backward()  # the branch is only used here
+        net.empty.requires_grad_(False)
         if wrapped_anew:
             first.close()
             model = ddp(net, **options)

@@ -68,7 +68,7 @@ class TopKState(HookState):
         leave their gradients as they are. It learns of a use only by autograd's hooks.
         """
         if self.used is not None:
-            accumulated = {p for each in earlier for p in each.used or () if p in self.names}
+            accumulated = {p for each in earlier for p in each.used or () if p in self.names and p.requires_grad}
             zeros = {p: torch.zeros_like(p.grad) for p in accumulated if p.grad is not None}
             torch.autograd.backward([*zeros], [*zeros.values()])
 
