@@ -278,6 +278,8 @@ def others() -> str:
 
 COMPARED = {"gpt": 0.01, "large gpt": 0.001}
 """Models that other methods trained too, 1,000 steps, and dense training's best rate."""
+SHORT = {"MLP, 300 steps": "wide mlp, SGD", "LSTM, 300": "char lstm, AdamW", "GPT, 300": "gpt, AdamW"}
+"""Models whose runs of 300 steps with dense training and our exchange are in the folder."""
 METHODS = ("dense", "saving 50", "PowerSGD", "local 10", "local 50", "DiLoCo 30 at 0.7", "DiLoCo 100 at 1.0")
 """Methods of these models."""
 
@@ -285,6 +287,10 @@ METHODS = ("dense", "saving 50", "PowerSGD", "local 10", "local 50", "DiLoCo 30 
 def methods() -> str:
     """Held-out losses of all methods on all models; ours in bold where another one's is lower."""
     rows = {row[""]: row for row in json.loads((RUNS / "methods.json").read_text())}
+    runs = Runs(RUNS / "saving-curves.jsonl")
+    for (head, name), (system, saving) in itertools.product(SHORT.items(), {"dense": 0.0, "saving 50": 50.0}.items()):
+        keys = [saving_curves.run_key(LEARNERS[name], 300, saving, seed) for seed in range(3)]
+        rows[system][head] = in_words([runs[key]["held"] for key in keys], ".3f")
     runs = Runs(RUNS / "at-size.jsonl")
     for model, rate in COMPARED.items():
         for system in METHODS:
