@@ -263,6 +263,36 @@ def test_a_small_model_is_exchanged_as_one_bucket(rank, world, options):
     run.check()
 
 
+class TwoKinds(nn.Module):
+    """An embedding and a layer whose gradients DDP exchanges in buckets of their own, from the first pass on."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(50, 8, sparse=sparse, dtype=torch.float32 if sparse else torch.float64)
+        self.layer = nn.Linear(8, 30)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.rows(rows).float()).square().mean()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@on_ranks(2)
+def test_the_first_pass_of_a_static_graph_may_have_several_buckets(rank, world, sparse):
+    """DDP delays it, gives each of its buckets the index 0, and calls none the last."""
+    net, said, found = TwoKinds(sparse), [], []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = DistributedDataParallel(net, static_graph=True)
+    state = attach(model, ratio=0.1, optimizer=optimizer, announce=said.append)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.arange(rank, 50, 2)).backward()
+        optimizer.step()
+        found.append((state.steps, state.report().elements))
+    assert found == [(step, 50 * 8 + 8 * 30 + 30) for step in (1, 2, 3)]
+    assert not [line for line in said if "took a step with gradients that were not exchanged" in line]
+
+
 @on_ranks(2)
 def test_an_error_of_buckets_that_are_exchanged_as_one_reaches_the_caller(rank, world):
     net = nn.Sequential(nn.Linear(20, 700), nn.Linear(700, 700), nn.Linear(700, 5))

@@ -43,6 +43,7 @@ class TopKState(HookState):
     _watches: "Sequence[RemovableHandle]" = ()
     _together = False  # whether the buckets of a pass are exchanged as one
     _waiting: "list[_Part]"
+    _delayed = 0  # parameters in the first pass of a static graph that are still to come
     _outside: "Sequence[tuple[Tensor, str]]" = ()  # parameters that an optimizer updates and DDP does not reduce
     model: "Callable[[], DistributedDataParallel | None]" = staticmethod(lambda: None)
     """Returns the model while it is in use."""
@@ -71,6 +72,11 @@ class TopKState(HookState):
             accumulated = {p for each in earlier for p in each.used or () if p in self.names and p.requires_grad}
             zeros = {p: torch.zeros_like(p.grad) for p in accumulated if p.grad is not None}
             torch.autograd.backward([*zeros], [*zeros.values()])
+
+    def expect_delayed_pass(self, model: DistributedDataParallel) -> None:
+        """Counts the parameters of a static graph's first pass: DDP gives the index 0 to each of its buckets."""
+        if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
+            self._delayed = model._get_ddp_logging_data()["num_parameter_tensors"]
 
     def plan_first_pass(self, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
         """Plans the first pass's buckets together, if there are several: else they would change after it."""
@@ -109,6 +115,10 @@ class TopKState(HookState):
             )
         # The bucket is only valid during this call, so take everything the job needs from it now.
         buffer, parameters, index, last = bucket.buffer(), tuple(bucket.parameters()), bucket.index(), bucket.is_last()
+        if self._delayed:
+            index = 0 if self.current is None else len(self.current.buckets) + len(self._waiting)
+            self._delayed -= len(parameters)
+            last = not self._delayed
         if index == 0:
             self.begin_pass()
             self._waiting = []
@@ -278,6 +288,7 @@ def attach(
         trained = [p for p in names if p.requires_grad]
         state.exchange_together(model, trained)
         state.plan_first_pass(model, trained)
+        state.expect_delayed_pass(model)
     return state
 
 
