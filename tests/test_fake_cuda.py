@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_topk.bucket import Bucket, plan_bucket
 from lightning_topk.config import TopKConfig
 from lightning_topk.core import guards, ops
-from lightning_topk.core.endpoint import BucketPlan
+from lightning_topk.core.endpoint import BucketPlan, Outcome
 from lightning_topk.core.layout import Layout
 from lightning_topk.core.link import COLUMNS, NOTHING, Clip, Measure, Step
 from lightning_topk.core.ops import reference
@@ -35,6 +35,8 @@ from lightning_topk.optim.applied import Clipping
 from lightning_topk.optim.momentum import adapt_momentum
 from lightning_topk.runtime import collectives
 from lightning_topk.runtime.groups import Groups
+from lightning_topk.runtime.residuals import Residuals
+from lightning_topk.runtime.telemetry import Report
 from lightning_topk.systems import presets
 
 CUDA = torch.device("cuda", 0)
@@ -102,11 +104,16 @@ class Launches(TorchDispatchMode):
         return sum(self.SEVERAL.get(name, 1) for name in self.names) + len(LAUNCHED)
 
 
+def pinned(x: torch.Tensor) -> torch.Tensor:
+    assert x.device.type == "cpu", "torch pins only CPU tensors"
+    return x
+
+
 @pytest.fixture
 def fake(monkeypatch):
     """Fake tensors, which lack pinned memory: code that asks for it is assumed to get it."""
     replace_kernels(monkeypatch.setattr, kernel)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock(cuda_stream=0))
     from lightning_topk.core.ops import cuda
@@ -393,6 +400,21 @@ def test_adapted_momentum_waits_for_nothing_and_launches_one_kernel_for_all_para
     if triton:
         assert launches.count() == (1 if kind is torch.optim.SGD else 2)
     assert [optimizer.state[p] for p in parameters] == before
+
+
+def test_a_users_default_device_changes_nothing(fake, monkeypatch):
+    """Reports are on the CPU, and so are tables until they are copied to the GPU."""
+    monkeypatch.setattr(ops, "fast", lambda device: fake)
+    with torch.device(CUDA):
+        parameter, exchange = torch.nn.Parameter(torch.empty(1000)), torch.nn.Module()
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        adapt_momentum([optimizer], exchange)
+        parameter.grad = torch.empty_like(parameter)
+        for _ in range(2):
+            optimizer.step()
+        outcome = Outcome(torch.ones((), dtype=torch.bool), [torch.ones(2, dtype=torch.float64)])
+        assert Report(measured=[(Bucket([parameter]), outcome)]).energy.device.type == "cpu"
+        assert Residuals().worker_energy().device.type == "cpu"
 
 
 def test_copies_and_waits_are_detected(fake, monkeypatch):

@@ -335,7 +335,7 @@ class Residuals:
         Its mean over the ranks is the mean over the workers, even if the ranks of a node are one worker.
         """
         self._lower()
-        energy = torch.zeros((), dtype=torch.float64)
+        energy = torch.zeros((), dtype=torch.float64, device="cpu")
         for end in (bucket.endpoint for bucket in self._live):
             if end is not None and (kept := end.uplink.memory.tensors().get("residual")) is not None:
                 energy += end.plan.parts.count * torch.linalg.vector_norm(kept, dtype=torch.float64).square().cpu()

@@ -49,7 +49,7 @@ class Report:
 
         They are sums over this worker's and this server's buckets, zero unless measured. Waits for the device.
         """
-        total = torch.zeros(2, 2, dtype=torch.float64)
+        total = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
         for _, outcome in self.measured:
             for side, error in enumerate(outcome.errors):
                 if error is not None:

@@ -189,7 +189,7 @@ class CompressionMonitor(Callback):
         shown = {name for pattern in self.per_layer for name in fnmatch.filter(names, pattern)}
         if not shown:
             return {}
-        energies, none = state.residuals.worker_energies(), torch.zeros((), dtype=torch.float64)
+        energies, none = state.residuals.worker_energies(), torch.zeros((), dtype=torch.float64, device="cpu")
         local = torch.stack([torch.cat([layers[p], energies.get(p, none).view(1)]) for p in parameters])
         every = trainer.strategy.reduce(local.to(trainer.strategy.root_device), reduce_op="sum")
         energy, lost, sent, kept = every.cpu().T

@@ -350,7 +350,7 @@ class CatchUp(AddressTable):
 
     def _copied(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """A table, and its copy on the device; the host does not wait."""
-        source = torch.tensor(rows)
+        source = torch.tensor(rows, device="cpu")  # also if the user sets a default device
         source = source if self._device.type == "cpu" else source.pin_memory()
         return source, source.to(self._device, non_blocking=True)
 
