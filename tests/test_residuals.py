@@ -4,6 +4,7 @@ import itertools
 import math
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -242,5 +243,5 @@ def test_groups_that_fall_to_a_least_rate_leave_the_residuals_alone(monkeypatch)
 @pytest.mark.parametrize("lr", [None, "0.1", -1.0, math.nan, math.inf])
 def test_a_rate_that_is_no_number_is_unknown(lr):
     assert rate_of({"lr": lr}) is None
-    assert rate_of({"lr": torch.tensor(0.5)}) == 0.5
+    assert rate_of({"lr": torch.tensor(0.5)}) == rate_of({"lr": np.float32(0.5)}) == 0.5
     assert rate_of({"lr": mock.Mock(spec=torch.Tensor, is_cuda=True)}) is None, "reading it would wait for the GPU"

@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ def rate_of(group: Mapping[str, object]) -> float | None:
     rate: Any = group.get("lr")
     if isinstance(rate, Tensor):
         rate = None if rate.is_cuda else float(rate)
-    return float(rate) if isinstance(rate, int | float) and 0 <= rate < math.inf else None
+    return float(rate) if isinstance(rate, Real) and 0 <= float(rate) < math.inf else None
 
 
 @dataclass
