@@ -190,6 +190,10 @@ def test_arguments_of_ddp_that_change_its_buckets_must_be_the_same_on_every_rank
         assert f"{name} is {values[0]} on rank 0 and {values[1]} on rank 1" in refusal(attach, model)
     model = DistributedDataParallel(four_layers(), bucket_cap_mb=1 + rank)
     assert "bucket_bytes_cap is 1048576 on rank 0 and 2097152 on rank 1" in refusal(attach, model)
+    if hasattr(model, "bucket_bytes_cap_list"):  # not in torch 2.9
+        model = DistributedDataParallel(four_layers(), bucket_cap_mb_list=[2, 1 + rank])
+        message = "bucket_bytes_cap_list is [2097152, 1048576] on rank 0 and [2097152, 2097152] on rank 1"
+        assert message in refusal(attach, model)
 
 
 @on_ranks(2)

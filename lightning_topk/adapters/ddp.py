@@ -31,8 +31,10 @@ from lightning_topk.runtime.groups import DESCRIPTION, on_failure, on_gpus
 from lightning_topk.runtime.lanes import Future
 from lightning_topk.runtime.state import HookState
 
-_SAME = ("find_unused_parameters", "static_graph", "bucket_bytes_cap", "bucket_bytes_cap_default")
-"""Attributes of DDP models that must be the same on every rank."""
+_SAME = (
+    "find_unused_parameters", "static_graph", "bucket_bytes_cap", "bucket_bytes_cap_default", "bucket_bytes_cap_list",
+)  # fmt: skip
+"""Attributes of DDP models that must be the same on every rank. Torch 2.9 lacks the last one."""
 
 
 class TopKState(HookState):
@@ -267,7 +269,7 @@ def attach(
     state = TopKState(config, device, process_group=group, optimizers=optimizers, **arguments)
     state.model = ref(model)
     with on_failure(state.close):
-        groups, same = state.open_groups(), {**described(names), **{name: getattr(model, name) for name in _SAME}}
+        groups, same = state.open_groups(), {**described(names), **{name: getattr(model, name, None) for name in _SAME}}
         remedy = "Build the same model on every rank, and pass the same arguments to DistributedDataParallel."
         check_agreement(same, remedy, device, groups.all)
         state.buckets.all_names = all_names_of(model.module)
