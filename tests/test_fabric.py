@@ -13,7 +13,7 @@ import torch.distributed as dist
 from groups import on_ranks
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
-from ranks import alike, four_layers, loss_of, undelivered, weights
+from ranks import alike, four_layers, log, loss_of, undelivered, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -174,6 +174,16 @@ def test_momentum_is_adapted_in_fabric_too(rank, world):
         optimizer.step()
     moved = [not torch.equal(p, was) for p, was in zip((*net.parameters(), alone), before, strict=True)]
     assert moved == [False] * (len(moved) - 1) + [True]
+
+
+@on_ranks(2)
+def test_parameters_in_the_second_of_two_optimizers_are_not_called_idle(rank, world):
+    fabric, net = fabric_of(rank, world, ratio=0.1), four_layers()
+    with log() as said:
+        model, *optimizers = fabric.setup(net, SGD(net[:2].parameters(), lr=0.1), SGD(net[2:].parameters(), lr=0.1))
+        fabric.backward(loss_of(model, rank, 0))
+    assert len(optimizers) == 2
+    assert not said
 
 
 @on_ranks(2)

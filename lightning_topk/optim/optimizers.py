@@ -101,6 +101,7 @@ class Optimizers(Watch):
         self._members: Collection[Tensor] = ()  # that the buckets may compress; `compressed` are theirs
         self.renewed = False
         """Whether they were replaced or got parameters; the adapter that reads it resets it."""
+        self._unchecked = False  # whether that happened after the last pass began
         self._elsewhere: set[str] = set()  # parameters that only other ranks' optimizers had at attach
 
     def _now(self) -> list[Optimizer]:
@@ -159,6 +160,9 @@ class Optimizers(Watch):
         for each in self.watched:
             each.due = True
         self.adapted = self.compressed
+        if self._unchecked:  # not in `sync`: Fabric sets up optimizers one after the other
+            self._unchecked = False
+            self._warn_of_idle(self.updated(), self.compressed)
         if self.rates is not None:
             now = tuple(rate_of(group) for each in optimizers for group in each.param_groups)
             if len(now) != len(self.rates.now):
@@ -235,10 +239,8 @@ class Optimizers(Watch):
             self._say.note(*notes)
             self._say(*warnings)
         self.watch(now)
-        self._groups, self.renewed = groups, True
+        self._groups, self.renewed, self._unchecked = groups, True, bool(now) and self._config.compresses
         self._find_groups(now)
-        if now and self._config.compresses:
-            self._warn_of_idle(self.updated(), self.compressed)
         return now
 
     @override
