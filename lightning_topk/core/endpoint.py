@@ -178,12 +178,11 @@ class BucketPlan:
             mine = MomentumResidual(layout.numel, wide, device, self.momentum)
         uplink = Link(layout, selector, mine, sizes=self.parts.slices, count=self.parts.count).fuse(scratch=scratch)
         downlink = None
-        if self.topology.has_servers and (layout.shards == self.world or number == 0):
+        if self.topology.has_servers and number < layout.shards:  # it serves the shard of this number
             served, lossless = Layout(layout.shard_size), self.server_k is None
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
             selector = TopK() if lossless and not isinstance(selector, RandK) else selector
-            shard = number if layout.shards > 1 else 0
-            ends = [layout.count_before(end, shard) for end in accumulate(self.parts.slices, initial=0)]
+            ends = [layout.count_before(end, number) for end in accumulate(self.parts.slices, initial=0)]
             sizes = [end - begin for begin, end in pairwise(ends)]
             kept = memory("server", served.numel)
             downlink = Link(served, selector, kept, dtype, sizes).fuse(lossless, scratch)
@@ -205,11 +204,6 @@ class Endpoint:
     def layout(self) -> Layout:
         """How this rank's part of the bucket is split among the servers."""
         return self.plan.layout
-
-    @property
-    def shard(self) -> int:
-        """Index of the shard that this rank serves; 0 if there is only one."""
-        return self.rank // self.plan.parts.count if self.layout.shards > 1 else 0
 
     @cached_property
     def links(self) -> list[Link]:
@@ -278,13 +272,13 @@ class Endpoint:
         kept = None if self.downlink is None else self.downlink.memory.tensors().get(name)
         if kept is None:
             return
-        layout = self.layout
+        layout, shard = self.layout, self.rank // self.plan.parts.count
         turn, block = layout.shards * layout.block, layout.block
         full = to.numel() // turn  # turns through all shards
         head, tail = to.split([full * turn, to.numel() - full * turn])
-        mine = head.view(full, layout.shards, block)[:, self.shard]
+        mine = head.view(full, layout.shards, block)[:, shard]
         mine.add_(kept[: full * block].view(full, block), alpha=times)
-        rest = tail[self.shard * block : (self.shard + 1) * block]
+        rest = tail[shard * block : (shard + 1) * block]
         rest.add_(kept[full * block : full * block + len(rest)], alpha=times)
 
 
