@@ -92,8 +92,7 @@ def send(e, x, layout, form, sample, fade, payloads):
         payload[form.value_bytes + form.index_bytes :] = 0
         words = payload.view(np.uint32)
         words[-1] = np.uint32(form.check - words.sum())
-        for i in range(k):
-            value[i] = -value[i]
+        np.negative(value, value)
     add_at(e, layout, places[:, :k], values[:, :k])
 
 
@@ -321,8 +320,7 @@ def write_integers(values, begin, form, largest, integers, payload):
         values[:] = 0
     octets = integers.view(np.uint8)
     if form.bits == 8:
-        for i in range(n):
-            payload[begin + i] = octets[i]
+        payload[begin : begin + n] = octets[:n]
     else:
         for i in range((n + 1) // 2):
             payload[begin // 2 + i] = (octets[2 * i] & 15) | (octets[2 * i + 1] << 4)
@@ -337,9 +335,7 @@ def read_values(payload, form, values):
         group = values[begin : begin + GROUP]
         n = len(group)
         if form.bits == 32:
-            floats = payload[4 * begin : 4 * (begin + n)].view(np.float32)
-            for i in range(n):
-                group[i] = floats[i]
+            group[:] = payload[4 * begin : 4 * (begin + n)].view(np.float32)
         elif form.bits == 16:
             halves = payload[2 * begin : 2 * (begin + n)].view(np.uint16)
             for i in range(n):
@@ -386,9 +382,7 @@ def write_positions(places, low, code):
         for i in range(min(8 * low, low_bytes - first)):
             code[first + i] = octets[i]
     highs[filled] = bits
-    octets = highs.view(np.uint8)
-    for i in range(low_bytes, len(code)):
-        code[i] = octets[i - low_bytes]
+    code[low_bytes:] = highs.view(np.uint8)[: len(code) - low_bytes]
 
 
 @compiled
@@ -397,11 +391,8 @@ def read_positions(code, universe, low, places):
     k, mask = len(places), (np.uint64(1) << np.uint64(low)) - np.uint64(1)
     low_bytes = (k * low + 7) // 8
     lows, highs = np.zeros(low_bytes // 8 + 2, np.uint64), np.zeros((len(code) - low_bytes) // 8 + 1, np.uint64)
-    low_octets, high_octets = lows.view(np.uint8), highs.view(np.uint8)
-    for i in range(low_bytes):
-        low_octets[i] = code[i]
-    for i in range(low_bytes, len(code)):
-        high_octets[i - low_bytes] = code[i]
+    lows.view(np.uint8)[:low_bytes] = code[:low_bytes]
+    highs.view(np.uint8)[: len(code) - low_bytes] = code[low_bytes:]
     n, at = 0, 0
     for w in range(len(highs)):
         word = highs[w]
@@ -497,12 +488,9 @@ def catch_up(table, rules, scale, taken):
                 share[d] = 1 if squares == 1 else np.sqrt((1 - kept) / ((d + 1) * (1 - squares)))
         for begin in range(0, numel, TILE):
             size = min(TILE, numel - begin)
-            g_, b_, x_ = g[begin : begin + size], b[begin : begin + size], x[begin : begin + size]
-            out_, waited_, replacement_ = (
-                out[begin : begin + size],
-                waited[begin : begin + size],
-                replacement[begin : begin + size],
-            )
+            tile = slice(begin, begin + size)
+            g_, b_, x_ = g[tile], b[tile], x[tile]
+            out_, waited_, replacement_ = out[tile], waited[tile], replacement[tile]
             if steady != 0:
                 for i in range(size):
                     out_[i] = steady * x_[i]
