@@ -101,13 +101,9 @@ def _advice(sent: Volume, speed: float, gpus: int, sizes: Sequence[int]) -> str:
     words = f"A rank sends {sent.messages // gpus:,} messages to other nodes"
     if messages <= of_bytes:
         return f"{words}."
-    cap, whole = math.ceil(25 * messages / of_bytes), math.ceil(4 * sum(sizes) / 2**20)  # MiB
     words += f": if each takes {1e6 * MESSAGE:.0f} µs of it, {1000 * messages:,.1f} ms, longer than the bytes."
-    if whole <= 25:
-        return words + " They are as few as can be: the model is one bucket."
-    if cap < whole:
-        return words + f" Pass bucket_cap_mb={cap} or more, so that they take no longer."
-    return words + f" Pass bucket_cap_mb={whole}, one bucket, which has the fewest; they still take longer."
+    cap, whole = math.ceil(25 * messages / of_bytes), math.ceil(4 * sum(sizes) / 2**20)  # MiB
+    return words if whole <= 25 else f"{words} Pass bucket_cap_mb={min(cap, whole)} or more."
 
 
 def exchanged_buckets(sizes: list[int]) -> list[list[int]]:
