@@ -89,11 +89,6 @@ def gather(value: Any) -> list[Any]:
         return gathered(value, torch.device("cpu"))
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or a part of it."""
-    return str(error).strip().partition("\n")[0][:300]
-
-
 def measure(ask: Ask, names: Sequence[str], steps: int) -> dict[str, list[float]]:
     """Times steps of contenders in turns; returns the seconds of a step by turn, a turn's mean on its slowest rank.
 

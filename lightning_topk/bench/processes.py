@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_topk.bench.loop import Contender, first_line, gather
+from lightning_topk.bench.loop import Contender, gather
 
 TIMEOUT = timedelta(minutes=2)  # of a contender's collectives
 LIMIT = 3 * TIMEOUT.total_seconds()  # of an answer; the ranks wait longer for each other
@@ -48,15 +48,15 @@ class Runners:
     def __init__(self, make: Callable[[str], Contender], device: torch.device, number: int) -> None:
         context = multiprocessing.get_context("forkserver")  # a fresh process; the next ones need not import torch
         context.set_forkserver_preload([__name__])
-        self._make, self._store = make, _store(number)
+        self._store = _store(number)
         self._join = partial(_join, device, number, dist.get_rank(), dist.get_world_size())
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, dict(os.environ)), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, dict(os.environ), make), daemon=True)
         self._process.start()
         theirs.close()
 
     def __enter__(self) -> Runners:
-        _, reason = self._agree(self._join)
+        _, reason = self._agree("", self._join)
         if reason:
             self.__exit__()
             raise RuntimeError(f"the contenders' processes cannot join: {reason}")
@@ -72,16 +72,19 @@ class Runners:
 
         Raises ContenderError if it fails on a rank.
         """
-        results, reason = self._agree(partial(_do, self._make, name, work))
+        results, reason = self._agree(name, work)
         if reason:
             raise ContenderError(name, reason)
         return results
 
-    def _agree(self, work: Callable[[dict[str, Contender]], Any]) -> tuple[list[Any], str]:
-        """The results of ``work`` in the processes of all ranks, and the first failure or an empty string."""
+    def _agree(self, name: str, work: Callable[..., Any]) -> tuple[list[Any], str]:
+        """The results of ``work`` in the processes of all ranks, and the first failure or an empty string.
+
+        It gets the contender of that name, if any.
+        """
         begin = time.perf_counter()
         with suppress(OSError):  # it has died: so its answer says
-            self._pipe.send(work)
+            self._pipe.send((name, work))
         result, error = self._answer()
         if error:
             self._store.set("failed", "")
@@ -114,35 +117,27 @@ def _store(number: int) -> Store:
     return PrefixStore(f"runners {number}", store)
 
 
-def _serve(pipe: Connection, environment: dict[str, str]) -> None:
+def _serve(pipe: Connection, environment: dict[str, str], make: Callable[[str], Contender]) -> None:
     """Does what this rank sends, as long as it lives, and returns the result and the error or an empty string."""
-    made: dict[str, Contender] = {}
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= environment
+    made = cache(make)
     with suppress(EOFError):
         while True:
-            work = pipe.recv()
+            name, work = pipe.recv()
             try:
-                answer = work(made), ""
+                answer = work(made(name)) if name else work(), ""
             except Exception as error:  # whatever a hook raises, the others are measured
-                answer = None, f"{type(error).__name__}: {first_line(error)}"
+                line, _, _ = str(error).strip().partition("\n")
+                answer = None, f"{type(error).__name__}: {line[:300]}"
             pipe.send(answer)
 
 
-def _join(device: torch.device, number: int, rank: int, world: int, _: dict[str, Contender]) -> None:
+def _join(device: torch.device, number: int, rank: int, world: int) -> None:
     """Joins the other ranks' processes."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(BACKENDS[device.type], None, TIMEOUT, world, rank, _store(number))
-
-
-def _do(
-    make: Callable[[str], Contender], name: str, work: Callable[[Contender], Any], made: dict[str, Contender]
-) -> Any:
-    """Does ``work`` with a contender, which is made when it is first asked."""
-    if name not in made:
-        made[name] = make(name)
-    return work(made[name])
 
 
 def _end_with_parent() -> None:
