@@ -69,11 +69,6 @@ class Contender:
         seconds, exposed = self.state.report().times
         return float(exposed / max(seconds, 1e-9))
 
-    def close(self) -> None:
-        """Closes our state."""
-        if hasattr(self.state, "close"):
-            self.state.close()
-
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -110,7 +110,8 @@ def measure(training: Training, steps: int, device: torch.device) -> list[float]
         each.take(5)
     times = [[each.take(5) for each in contenders] for _ in range(max(3, steps // 5))]
     for each in contenders:
-        each.close()
+        if each.state is not None:
+            each.state.close()
     return [median(column) for column in zip(*times, strict=True)]
 
 

@@ -82,7 +82,7 @@ def measured(
             "predicted": plan.sent,
             "leaving": plan.inter_node,
         }
-    contender.close()
+        contender.state.close()
     return found
 
 
