@@ -28,8 +28,7 @@ from lightning_topk.core.select import SELECTORS
 from lightning_topk.core.wire import WIRES
 from lightning_topk.schedule import Ratio, Varying
 
-TOLERANCE = 0.02
-"""Largest relative shortfall from ``saving=`` that is accepted without a warning."""
+TOLERANCE = 0.02  # largest relative shortfall from ``saving=`` that is accepted without a warning
 LARGE = 1 << 22  # elements of a bucket whose headers use next to none of its share
 LARGEST = 2**31 - 1  # elements in a shard at most: positions have 32 bits
 

@@ -77,8 +77,7 @@ def run(
     )
 
 
-FEW = 10_000
-"""Parameters below which DDP is the better choice."""
+FEW = 10_000  # parameters below which DDP is the better choice
 
 
 def parameter_sizes(model: str | None = None, module: str | None = None, params: int | None = None) -> list[int]:

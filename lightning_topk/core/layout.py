@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-BLOCK = 256
-"""Elements in a block. A bucket too small for one block per shard uses smaller blocks."""
-PIECE = 2048
-"""Elements of one parameter's slice that a GPU's program copies to or from the part of a node's rank."""
+BLOCK = 256  # elements in a block; a bucket too small for one block per shard uses smaller blocks
+PIECE = 2048  # elements of one parameter's slice that a GPU's program copies to or from the part of a node's rank
 
 
 @dataclass(frozen=True)

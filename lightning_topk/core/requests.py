@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-Direction = Literal["uplink", "downlink"]
-"""Whether workers send to servers, or servers to workers."""
+Direction = Literal["uplink", "downlink"]  # whether workers send to servers, or servers to workers
 Among = Literal["all", "node", "peers"]
 """Ranks that take part: all ranks, the ranks of this node, or the ranks with the same local rank on every node."""
 
@@ -30,8 +29,7 @@ class Request(ABC):
     payload: Tensor  # this rank's input
     direction: Direction
     among: Among = "all"
-    divided: ClassVar[bool] = False
-    """Whether the payload is divided into one message for each rank."""
+    divided: ClassVar[bool] = False  # whether the payload is divided into one message for each rank
 
     @abstractmethod
     def leaving_messages(self, rank: int, world: int, node: range) -> int:

@@ -252,4 +252,3 @@ SELECTORS: dict[str, type[Selector]] = {
     "trimmed": TrimmedK,
     "randk": RandK,
 }
-"""Selectors by name."""

@@ -21,8 +21,7 @@ from lightning_topk.core import ops
 from lightning_topk.core.layout import Layout, PayloadFormat
 from lightning_topk.core.ops import reference
 
-GROUP = 64
-"""Values that share a scale."""
+GROUP = 64  # values that share a scale
 
 
 @dataclass(frozen=True)
@@ -105,14 +104,12 @@ WIRES: dict[str, Wire] = {
     "int8": BlockWire("int8", torch.bfloat16, 8),
     "int4": BlockWire("int4", torch.bfloat16, 4),
 }
-"""Wires by name."""
 
 
 Shared = Callable[[int, int, torch.device], Tensor]
 """Computes the positions that every rank draws: ``[k]`` int64 below S, from S, k and a device."""
 WORD = torch.int32
-WORDS_SUM = 0x746F706B
-"""Sum of the words of an undamaged payload, modulo 2^32, without the term for its bucket and k."""
+WORDS_SUM = 0x746F706B  # sum of the words of an undamaged payload, modulo 2^32, without the term for its bucket and k
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from lightning_topk.core.layout import Layout, NodeShards, PayloadFormat
 from lightning_topk.core.ops import reference
 from lightning_topk.core.ops.reference import Rule, Stepped
 
-FAILED: dict[str, str] = {}
-"""Why an installed compiler does not work here, by its name."""
+FAILED: dict[str, str] = {}  # why an installed compiler does not work here, by its name
 
 
 @cache
@@ -105,10 +104,8 @@ class Scratch:
         return first[: need[0]].split(sizes[0]), second[: need[1]].split(sizes[1])
 
 
-Limit = tuple[float, Tensor]
-"""Times of a gradient's norm that count; and the row of a limit, see :class:`.Clip`."""
-Sender = Callable[..., Tensor | None]
-"""``send(x, form, delivered, scale, fade, limit)``, see :func:`sender`."""
+Limit = tuple[float, Tensor]  # times of a gradient's norm that count; and the row of a limit, see :class:`.Clip`
+Sender = Callable[..., Tensor | None]  # ``send(x, form, delivered, scale, fade, limit)``, see :func:`sender`
 
 
 def sender(

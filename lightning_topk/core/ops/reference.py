@@ -261,14 +261,10 @@ class Stepped(NamedTuple):
     rule: int = 0  # its number in the rules of the step
 
 
-RANGES = 8
-"""Ranges of D, the steps that a delivered gradient is from: 1, 2 and 3, 4 to 7, ..., 128 to 255."""
-PRIOR = 16
-"""Deliveries of noise that are added to the counted ones, so that chance does not count in a small parameter."""
-CERTAIN = 0.9999
-"""The largest surplus of the same sign that is believed."""
-KEPT = 0.95
-"""What a step that delivers gradients of a range of D keeps of the range's counts of steps before."""
+RANGES = 8  # ranges of D, the steps that a delivered gradient is from: 1, 2 and 3, 4 to 7, ..., 128 to 255
+PRIOR = 16  # deliveries of noise that are added to the counted ones, so that chance does not count in a small parameter
+CERTAIN = 0.9999  # the largest surplus of the same sign that is believed
+KEPT = 0.95  # what a step that delivers gradients of a range of D keeps of the range's counts of steps before
 
 
 def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
@@ -340,8 +336,7 @@ def catch_up_(stepped: Stepped, rule: Rule, scale: Tensor | None = None, skipped
     waited.add_((waited < 254) & taken).masked_fill_(delivered, 0)
 
 
-NOTHING = torch.empty(0)
-"""Its address is 0."""
+NOTHING = torch.empty(0)  # its address is 0
 
 
 class AddressTable:
