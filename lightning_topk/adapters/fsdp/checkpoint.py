@@ -29,11 +29,7 @@ from lightning_topk.runtime.residuals import Residuals
 
 
 def collect(
-    residuals: Residuals,
-    steps: int,
-    groups: Sequence[ParamGroup],
-    config: TopKConfig,
-    replicas: dist.ProcessGroup,
+    residuals: Residuals, steps: int, groups: Sequence[ParamGroup], config: TopKConfig, replicas: dist.ProcessGroup
 ) -> dict[str, Any]:
     """Creates the entry of sharded residuals, on the CPU. A collective, between two backward passes."""
     trained = {p for group in groups for p in group.trained}
