@@ -213,7 +213,7 @@ class SampledK(Threshold):
     @override
     def threshold(self, rows: Tensor, k: int) -> Tensor:
         size = rows.shape[1]
-        stride = max(1, min(int(1 / self.fraction), k // 100))
+        stride = max(1, int(min(1 / self.fraction, k // 100)))
         sample = rows[:, self.step * 7919 % stride :: stride].abs()
         rank = max(1, min(sample.shape[1], round(sample.shape[1] * k / size)))
         threshold = sample.topk(rank, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
