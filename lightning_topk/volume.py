@@ -17,7 +17,7 @@ __all__ = ["Volume", "format_bytes", "volume"]
 def format_bytes(nbytes: float) -> str:
     """Formats a number of bytes, such as ``1.23 MB``."""
     units = ("B", "kB", "MB", "GB", "TB")
-    power = next((power for power in range(len(units)) if nbytes < 1000 ** (power + 1)), len(units) - 1)
+    power = next((power for power in range(len(units)) if round(nbytes / 1000**power) < 1000), len(units) - 1)
     value = nbytes / 1000**power
     return f"{value:.0f} {units[power]}" if power == 0 or value >= 100 else f"{value:.3g} {units[power]}"
 

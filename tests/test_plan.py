@@ -108,6 +108,11 @@ def test_the_plan_has_exact_bytes_and_their_least_time_on_the_link(monkeypatch, 
     assert rows(shown)["hierarchical"][1] == format_bytes(sent.inter_node)
 
 
+def test_bytes_are_shown_by_three_digits_in_the_unit_that_these_need():
+    several = {0: "0 B", 999.6: "1 kB", 1234: "1.23 kB", 99_960: "100 kB", 999_500: "1 MB", 1e15: "1000 TB"}
+    assert {nbytes: format_bytes(nbytes) for nbytes in several} == several
+
+
 @pytest.mark.parametrize(
     ("parameters", "nodes", "inter", "words"),
     [
