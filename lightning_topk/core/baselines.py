@@ -18,7 +18,7 @@ def single_server(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Path:
     mean = None if received is None else aggregate(received, codecs.uplink, end.dtype, scratch=g)
     reply = end.reply(mean, codecs.reply, step)
     replies = yield Broadcast(reply, "downlink")
-    return deliver(replies.unsqueeze(0), codecs.reply, end.layout, g, step.scale)
+    return deliver(replies.unsqueeze(0), codecs.reply, end.plan.layout, g, step.scale)
 
 
 def single_server_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:

@@ -201,11 +201,6 @@ class Endpoint:
     device: torch.device
 
     @cached_property
-    def layout(self) -> Layout:
-        """How this rank's part of the bucket is split among the servers."""
-        return self.plan.layout
-
-    @cached_property
     def links(self) -> list[Link]:
         """The worker's link and, on a server, the server's."""
         return [self.uplink] if self.downlink is None else [self.uplink, self.downlink]
@@ -272,7 +267,7 @@ class Endpoint:
         kept = None if self.downlink is None else self.downlink.memory.tensors().get(name)
         if kept is None:
             return
-        layout, shard = self.layout, self.rank // self.plan.parts.count
+        layout, shard = self.plan.layout, self.rank // self.plan.parts.count
         turn, block = layout.shards * layout.block, layout.block
         full = to.numel() // turn  # turns through all shards
         head, tail = to.split([full * turn, to.numel() - full * turn])

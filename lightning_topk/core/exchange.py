@@ -47,7 +47,7 @@ def sharded(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Path:
     mean = aggregate(received, codecs.uplink, end.dtype, scratch=g)  # 6
     reply = end.reply(mean, codecs.reply, step)  # 7
     replies = yield AllGather(reply, "downlink")  # 8
-    return deliver(replies, codecs.reply, end.layout, g, step.scale)  # 9
+    return deliver(replies, codecs.reply, end.plan.layout, g, step.scale)  # 9
 
 
 def sharded_requests(plan: BucketPlan, codecs: Codecs, among: Among = "all") -> list[Request]:
@@ -74,7 +74,7 @@ def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Path:
     everyones = yield AllGather(replies.view(-1), "downlink", "node")
     rows.zero_()
     with _sent_by(lambda row: row % end.plan.world * parts.count + row // end.plan.world):
-        finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.layout, rows, step.scale)
+        finite = deliver(everyones.view(-1, codecs.reply.nbytes), codecs.reply, end.plan.layout, rows, step.scale)
     ops.join_parts(rows, parts, lambda: end.pieces, out=g)
     return finite
 
