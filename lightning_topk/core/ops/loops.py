@@ -121,7 +121,7 @@ def add_and_select(e, x, layout, k, sample, fade):
     ``x`` may be empty: then ``e`` does not fade.
 
     A ``sample`` (see ``reference.sample_of``, and a seed) gives a threshold that slightly more than k entries of each
-    shard should reach. If some shard has fewer, the sum is scanned again, for all that are not zero.
+    shard should reach. If some shard has fewer, the sum is scanned again, for all.
     """
     _, shards, _ = layout
     capacity = k + k // 4 + 2 * BLOCK
@@ -130,14 +130,14 @@ def add_and_select(e, x, layout, k, sample, fade):
     least[:] = sampled_threshold(e, x, sample, fade)
     scan(e, x, layout, k, least, places, values, counts, fade)
     if (counts < k).any():
-        least[:] = LEAST
+        least[:] = 0
         counts[:] = 0
         scan(e, x[:0], layout, k, least, places, values, counts, fade)
     for shard in range(shards):
-        if counts[shard] < k:
-            fill(places[shard], values[shard], counts[shard], k)
-        elif counts[shard] > k:
+        if counts[shard] > k:
             keep_largest(places[shard], values[shard], counts[shard], k, least[shard])
+        for i in range(counts[shard], k):  # all elements of a smaller shard are selected: padding
+            places[shard, i], values[shard, i] = i, 0
     return places, values
 
 
@@ -258,21 +258,6 @@ def kth_largest(values, k, least):
         keys, width = inside, 0
         while (np.int64(most) - low) >> width >= BUCKETS - 1:
             width += 1
-
-
-@compiled
-def fill(places, values, n, k):
-    """Pads n entries to k: inserts the first unused positions, with value 0."""
-    had, were = places[:n].copy(), values[:n].copy()
-    i, place = 0, 0
-    for m in range(k):
-        if i < n and (had[i] == place or n - i == k - m):
-            places[m], values[m] = had[i], were[i]
-            place = had[i] + 1
-            i += 1
-        else:
-            places[m], values[m] = place, 0
-            place += 1
 
 
 @compiled
