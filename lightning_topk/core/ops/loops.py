@@ -31,7 +31,7 @@ from lightning_topk.core.layout import BLOCK
 BUCKETS = 1 << 12  # of a histogram of magnitudes, few enough to stay in a core's cache
 GROUP = 64  # entries written together: a block of the wire, and full words of positions of any width
 TILE = 2048  # entries whose momentum is adapted together: all their arrays stay in a core's cache
-LEAST, LARGEST = np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max  # magnitudes above zero
+LARGEST = np.finfo(np.float32).max
 
 
 def compiled(function):
@@ -126,7 +126,7 @@ def add_and_select(e, x, layout, k, sample, fade):
     _, shards, _ = layout
     capacity = k + k // 4 + 2 * BLOCK
     places, values = np.empty((shards, capacity), np.int32), np.empty((shards, capacity), np.float32)
-    counts, least = np.zeros(shards, np.int64), np.empty(shards, np.float32)
+    counts, least = np.zeros(shards, np.int64), np.empty(shards, np.int32)
     least[:] = sampled_threshold(e, x, sample, fade)
     scan(e, x, layout, k, least, places, values, counts, fade)
     if (counts < k).any():
@@ -143,15 +143,14 @@ def add_and_select(e, x, layout, k, sample, fade):
 
 @compiled
 def sampled_threshold(e, x, sample, fade):
-    """The magnitude of the sample's rank, or the least above zero if that is larger."""
+    """The key of the magnitude of the sample's rank, or of the least above zero if that is larger."""
     stride, rank, salt = sample
     sums = np.empty(len(e) // stride, np.float32)
     for i in range(len(sums)):
         turn = np.uint64(i + salt) * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)
         at = i * stride + np.int64(turn * np.uint64(stride) >> np.uint64(32))
         sums[i] = fade * e[at] + x[at] if len(x) else e[at]
-    found = kth_largest(sums, rank, np.float32(0))[0] if rank <= len(sums) else np.float32(0)
-    return found if key_of(found) > 0 else LEAST
+    return max(kth_largest(sums, rank, 0)[0], 1) if rank <= len(sums) else 1
 
 
 @compiled
@@ -166,7 +165,7 @@ def marked(words, w):
 
 @compiled
 def scan(e, x, layout, k, least, places, values, counts, fade):
-    """``e = fade e + x``, and clears ``x``, unless it is empty; appends to each shard the entries from ``least`` on."""
+    """``e = fade e + x``, and clears ``x``, unless it is empty; appends entries whose key is at least the shard's."""
     marks = np.zeros(BLOCK, np.uint8)
     words = marks.view(np.uint64)
     numel, shards, block = layout
@@ -175,7 +174,7 @@ def scan(e, x, layout, k, least, places, values, counts, fade):
     for begin in range(0, numel, block):
         length = min(block, numel - begin)
         marks[length:] = 0
-        place, value, n, threshold = places[shard], values[shard], counts[shard], key_of(least[shard])
+        place, value, n, threshold = places[shard], values[shard], counts[shard], least[shard]
         kept = e[begin : begin + length]
         if len(x):
             added = x[begin : begin + length]
@@ -195,8 +194,7 @@ def scan(e, x, layout, k, least, places, values, counts, fade):
                 n += 1
                 word &= word - np.uint64(1)
         if n + block > capacity:  # more than expected: from now on, an entry must exceed the k-th largest so far
-            cut = keep_largest(place, value, n, k, least[shard])
-            n, least[shard] = k, np.int32(key_of(cut) + 1).view(np.float32)
+            n, least[shard] = k, keep_largest(place, value, n, k, least[shard]) + 1
         counts[shard] = n
         shard += 1
         if shard == shards:
@@ -206,29 +204,28 @@ def scan(e, x, layout, k, least, places, values, counts, fade):
 
 @compiled
 def keep_largest(places, values, n, k, least):
-    """Moves the k largest of n candidates to the front, in their order; of equal ones, the first. Returns the least."""
+    """Moves the k largest of n candidates to the front, in order; of equal ones, the first. Returns the least key."""
     cut, ties = kth_largest(values[:n], k, least)
-    kept, least_key = 0, key_of(cut)
+    kept = 0
     for i in range(n):
         place, value, key = places[i], values[i], key_of(values[i])
-        tie = (key == least_key) & (ties > 0)
+        tie = (key == cut) & (ties > 0)
         places[kept], values[kept] = place, value
-        kept += (key > least_key) | tie
+        kept += (key > cut) | tie
         ties -= tie
     return cut
 
 
 @compiled
 def kth_largest(values, k, least):
-    """The k-th largest magnitude, and how many entries of this magnitude are among the k largest.
+    """The key of the k-th largest magnitude, and how many entries of this magnitude are among the k largest.
 
-    No magnitude is below ``least``, except those equal to the float32 before it: :func:`scan` kept them before it
-    raised ``least``.
+    No key is below ``least`` - 1, which :func:`scan` kept before it raised ``least``.
 
     Magnitudes are ordered like their bits. A histogram finds the bucket of the k-th largest, and the search goes on in
     that bucket alone.
     """
-    keys, low, width = values.view(np.int32) & np.int32(0x7FFFFFFF), max(0, np.int64(key_of(least)) - 1), 11
+    keys, low, width = values.view(np.int32) & np.int32(0x7FFFFFFF), max(0, np.int64(least) - 1), 11
     counts = np.empty(BUCKETS, np.int64)
     while True:
         counts[:] = 0
@@ -241,7 +238,7 @@ def kth_largest(values, k, least):
         beyond = bucket == BUCKETS - 1
         low += bucket << width
         if width == 0 and not beyond:
-            return np.int32(low).view(np.float32), k
+            return np.int32(low), k
         first, last = np.int32(low), np.int32(0x7FFFFFFF if beyond else low + (1 << width) - 1)
         inside = np.empty(counts[bucket], np.int32)
         n, most = 0, first
