@@ -346,16 +346,12 @@ def write_positions(places, low, code):
     highs = np.zeros((len(code) - low_bytes) // 8 + 2, np.uint64)
     lows = np.zeros(low + 1, np.uint64)
     octets = lows.view(np.uint8)
-    bits, filled = np.uint64(0), 0  # the word of high bits that is being filled
     for begin in range(0, k, GROUP):
         lows[:] = 0
         for i in range(min(GROUP, k - begin)):
             place = np.int64(places[begin + i])
             high = (place >> low) + begin + i
-            if high >> 6 != filled:
-                highs[filled] = bits
-                bits, filled = np.uint64(0), high >> 6
-            bits |= np.uint64(1) << np.uint64(high & 63)
+            highs[high >> 6] |= np.uint64(1) << np.uint64(high & 63)
             part, at = np.uint64(place & mask), i * low
             shift = np.uint64(at & 63)
             lows[at >> 6] |= part << shift
@@ -363,7 +359,6 @@ def write_positions(places, low, code):
         first = begin // 8 * low
         for i in range(min(8 * low, low_bytes - first)):
             code[first + i] = octets[i]
-    highs[filled] = bits
     code[low_bytes:] = highs.view(np.uint8)[: len(code) - low_bytes]
 
 
