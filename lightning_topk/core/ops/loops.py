@@ -29,7 +29,7 @@ from numba.extending import intrinsic
 from lightning_topk.core.layout import BLOCK
 
 BUCKETS = 1 << 12  # of a histogram of magnitudes, few enough to stay in a core's cache
-GROUP = 64  # entries written together: a block of the wire, and full words of positions of any width
+GROUP = 64  # entries of which the wire's values share a scale, and which are added together
 TILE = 2048  # entries whose momentum is adapted together: all their arrays stay in a core's cache
 LARGEST = np.finfo(np.float32).max
 
@@ -340,25 +340,18 @@ def read_values(payload, form, values):
 
 @compiled
 def write_positions(places, low, code):
-    """Writes ascending positions in the Elias-Fano code, a group's low parts as ``low`` full words."""
+    """Writes ascending positions in the Elias-Fano code."""
     k, mask = len(places), (np.int64(1) << low) - 1
     low_bytes = (k * low + 7) // 8
-    highs = np.zeros((len(code) - low_bytes) // 8 + 2, np.uint64)
-    lows = np.zeros(low + 1, np.uint64)
-    octets = lows.view(np.uint8)
-    for begin in range(0, k, GROUP):
-        lows[:] = 0
-        for i in range(min(GROUP, k - begin)):
-            place = np.int64(places[begin + i])
-            high = (place >> low) + begin + i
-            highs[high >> 6] |= np.uint64(1) << np.uint64(high & 63)
-            part, at = np.uint64(place & mask), i * low
-            shift = np.uint64(at & 63)
-            lows[at >> 6] |= part << shift
-            lows[(at >> 6) + 1] |= (part >> np.uint64(1)) >> (np.uint64(63) - shift)
-        first = begin // 8 * low
-        for i in range(min(8 * low, low_bytes - first)):
-            code[first + i] = octets[i]
+    lows, highs = np.zeros(low_bytes // 8 + 2, np.uint64), np.zeros((len(code) - low_bytes) // 8 + 2, np.uint64)
+    for i in range(k):
+        place, at = np.int64(places[i]), i * low
+        high = (place >> low) + i
+        highs[high >> 6] |= np.uint64(1) << np.uint64(high & 63)
+        part, shift = np.uint64(place & mask), np.uint64(at & 63)
+        lows[at >> 6] |= part << shift
+        lows[(at >> 6) + 1] |= (part >> np.uint64(1)) >> (np.uint64(63) - shift)
+    code[:low_bytes] = lows.view(np.uint8)[:low_bytes]
     code[low_bytes:] = highs.view(np.uint8)[: len(code) - low_bytes]
 
 
