@@ -577,6 +577,26 @@ def test_training_goes_on_after_a_failed_backward_pass_and_with_a_new_state(rank
 
 
 @on_ranks(4)
+def test_residuals_of_a_layer_that_was_replaced_are_dropped_with_a_warning(rank, world):
+    said: list[str] = []
+    net, state = made(2, 2)
+    ranks.train(net, rank, range(3))
+    kept = undelivered(state, net)
+    state.close()
+    other = Net(empty=False)
+    other.last = nn.Linear(51, 7)
+    other, again = made(2, 2, other, residuals=state.residuals, announce=said.append)
+    left = undelivered(again, other)
+    loss_of(other, rank, 3).backward()
+    same = sum(p.numel() for name, p in other.named_parameters() if not name.startswith("last"))
+    assert kept[:same].any()
+    assert torch.equal(left[:same], kept[:same])
+    assert not left[same:].any()
+    dropped = [line for line in said if "the residuals of 2 parameters were dropped" in line]
+    assert len(dropped) == (rank == 0), said
+
+
+@on_ranks(4)
 def test_shards_skip_a_step_together(rank, world):
     scaler = torch.amp.GradScaler("cpu")
     net, state = made(2, 2, optimizer=lambda: [optimizer], scaler=scaler)

@@ -237,6 +237,7 @@ def attach(
         state.learn_names()
         state.buckets.plan_together([state.buckets.find(group.trained) for group in groups if group.trained])
         state.open_groups().connect()
+        state.residuals.keep_only(state.names)
         state.optimizers.start(optimizers is None or optimizers is not optimizer, state.device, state.open_groups().all)
         same = {"the index of the shard": groups[0].ranks.index(dist.get_rank()), **described(names)}
         remedy = "The ranks of process_group= must hold the same shard of the same model, each on another node."
