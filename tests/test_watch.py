@@ -69,6 +69,16 @@ def over_two_models(rank: int, say: Say, case: str) -> None:
         train(model, rank, (step,), mine[model is models[1]])
 
 
+def with_a_shared_trunk(rank: int, say: Say, case: str) -> None:
+    """An optimizer steps two attached models that share a layer, and are trained in turn."""
+    trunk = nn.Linear(20, 20)
+    nets = [nn.Sequential(trunk, nn.Linear(20, width)) for width in (3, 5)]
+    optimizer = SGD({p: None for net in nets for p in net.parameters()}, lr=0.1)
+    models = [attached(net, ratio=0.1, optimizer=optimizer, announce=say)[0] for net in nets]
+    for step in range(4):
+        train(models[step % 2], rank, (step,), optimizer)
+
+
 def replaced(rank: int, say: Say, case: str) -> None:
     """An optimizer that was not passed takes steps: another one from some step on, or all of them."""
     net = four_layers()
@@ -234,6 +244,7 @@ CASES = [
     (of_other_ranks, "later on a rank", None),
     (over_two_models, "one optimizer", "shared"),
     (over_two_models, "two optimizers", None),
+    (with_a_shared_trunk, "", "shared"),
     *((replaced, case, "other") for case in ("before", "after", "never passed")),
     *((replaced, case, None) for case in ("returned", "wrapped", "not adapted")),
     (sparse, "", "sparse"),

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 from typing import Any, Literal, Protocol
-from weakref import WeakMethod, ref
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -100,8 +100,8 @@ class Watch:
 
     def end_pass(self) -> None:
         """Ends a backward pass, which delivers its gradients."""
-        for each in self.watched:
-            if each.state == "computed":
+        for each in _watched:  # also by states of other models that share parameters with this one
+            if each.state == "computed" and each.parameter in self.compressed:
                 each.state = "delivered"
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -210,6 +210,7 @@ class _Watched:
         self.due = False  # whether a backward pass has begun since its last step
         self._was_none: bool | None = None  # the gradient, before backward adds to it; unknown with FSDP2
         self._owner, self._hooks = owner, []
+        _watched.add(self)
         if parameter is not None:
             self._hooks.append(parameter.register_hook(_weak(self._before_gradient)))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_weak(self._after_gradient)))
@@ -229,6 +230,10 @@ class _Watched:
         """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+
+_watched: WeakSet[_Watched] = WeakSet()
+"""All that are in use, of any state."""
 
 
 def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
