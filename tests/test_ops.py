@@ -273,6 +273,17 @@ def test_is_finite_finds_one_bad_element_and_accepts_a_large_one(value, place):
     assert bool(reference.is_finite(x)) == bool(reference.is_finite(x.view(2, -1))) == math.isfinite(value)
 
 
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+def test_without_numbas_compiler_plain_torch_takes_over(monkeypatch):
+    """With NUMBA_DISABLE_JIT=1 Python runs the loops, which call instructions of the processor."""
+    for name, loop in [*vars(loops).items()]:
+        if hasattr(loop, "py_func"):
+            monkeypatch.setattr(loops, name, loop.py_func)
+    monkeypatch.setattr(ops, "FAILED", {})
+    with pytest.warns(UserWarning, match="numba does not work on cpu"):
+        assert ops.fast.__wrapped__(torch.device("cpu")) is None
+
+
 def test_the_fast_version_is_found_whatever_the_default_dtype_is(monkeypatch):
     """Lightning's bf16-true changes it during training_step, and so during a manual backward."""
     monkeypatch.setattr(ops, "fast", ops.fast.__wrapped__)
