@@ -106,6 +106,17 @@ class SteppedLate(Module):
         optimizer.step()
 
 
+class Averaging(SteppedLate):
+    """Keeps an average of a weight, without no_grad."""
+
+    def build(self):
+        self.average = nn.Parameter(torch.zeros(24, 64), requires_grad=False)
+        return super().build()
+
+    def on_train_batch_end(self, *_):
+        self.average.lerp_(self.net[2].weight, 0.1)
+
+
 FEATURES: dict[str, tuple[Callable[[], Module], dict[str, Any], dict[str, Any]]] = {
     "fused AdamW, a schedule, accumulation with a partial last window": (
         partial(Module, adam), {"accumulate_grad_batches": 3}, {},
@@ -119,7 +130,7 @@ FEATURES: dict[str, tuple[Callable[[], Module], dict[str, Any], dict[str, Any]]]
         {"callbacks": lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)]}, {},
     ),
     "manual optimization of two networks": (Gan, {}, {"find_unused_parameters": True}),
-    "two backward passes a step": (SteppedLate, {}, {}),
+    "two backward passes a step, an average with a history": (Averaging, {}, {}),
     "a branch that is left out at times": (Branch, {}, {"find_unused_parameters": True}),
     "tied weights, activation checkpointing, a static graph": (Tied, {}, {"static_graph": True}),
     "sparse embeddings, mixed dtypes, empty parameters": (Sparse, {}, {}),

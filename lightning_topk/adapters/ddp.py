@@ -183,7 +183,7 @@ class TopKState(HookState):
             self.optimizers.renewed, updated = False, self.optimizers.updated()
             updated.difference_update(*self.last_buckets)
             self._outside = [each for each in _exchanged(model).items() if each[0] in updated] if updated else ()
-        if self._outside and (drifting := [name for p, name in self._outside if p.requires_grad]):
+        if self._outside and (drifting := [name for p, name in self._outside if p.requires_grad and p.is_leaf]):
             self._say(
                 f"lightning_topk: DDP does not reduce {drifting[0]!r} (one of {len(drifting)} parameters), which an "
                 "optimizer updates: it was added or unfrozen after DDP wrapped the model, so the ranks drift apart. "

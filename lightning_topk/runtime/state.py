@@ -211,7 +211,9 @@ class HookState:
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if changed := self.buckets.plan_together(buckets):
             messages.LOGGER.debug("the density of %d of %d buckets has changed", changed, len(buckets))
-        if self._unchanged == 2 and self.world > 1:  # final: DDP regroups after the first pass, or the second
+        if (
+            self._unchanged == 2 and self.world > 1 and self.config.saving is not None
+        ):  # final: DDP regroups after the first pass, or the second
             self._say(*messages.saving_warnings(self.buckets, buckets, self.predicted()))
 
     def _outside_pass(self, method: str) -> NoReturn:

@@ -129,7 +129,7 @@ class TopKStrategy(Resumes, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the module's training step; first rebuilds DDP if a parameter was unfrozen."""
         state, model = self.topk_state, self.model
-        if state is not None and any(parameter.requires_grad for parameter in self._frozen):
+        if state is not None and any(map(_is_trained, self._frozen)):
             assert isinstance(model, DistributedDataParallel)
             if model.require_backward_grad_sync:  # at the end of an accumulation window
                 state.told = True  # the next state tells
@@ -145,7 +145,7 @@ class TopKStrategy(Resumes, DDPStrategy):
         """Refuses a gradient that DDP did not synchronise, since ``training_step`` unfroze its parameter."""
         super().post_backward(closure_loss)
         synchronised = getattr(self.model, "require_backward_grad_sync", True)  # else the next step rebuilds DDP
-        alone = any(parameter.requires_grad and parameter.grad is not None for parameter in self._frozen)
+        alone = any(_is_trained(parameter) and parameter.grad is not None for parameter in self._frozen)
         if self.topk_state is not None and synchronised and alone:
             raise RuntimeError(
                 "training_step unfroze a parameter: its gradient would stay different on every rank. Unfreeze it "
@@ -199,6 +199,11 @@ class TopKStrategy(Resumes, DDPStrategy):
             else:
                 self.topk_state.load_state_dict(entry)
         return checkpoint
+
+
+def _is_trained(parameter: Tensor) -> bool:
+    """Whether a parameter gets a gradient; not an average that was updated without ``no_grad``, and has a history."""
+    return parameter.requires_grad and parameter.is_leaf
 
 
 def _model_parallel(**settings: Any) -> Any:
