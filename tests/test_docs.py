@@ -219,11 +219,11 @@ def test_ranges_in_sentences_cover_all_runs_that_fit():
     short, long = gaps_in_the_loss(300, 500), gaps_in_the_loss(1000, 3000)
     text, more = ([each for each in runs if each[0] != "convnet"] for runs in (short, long))
     worst = max(gap for _, rate, gap in text if rate <= 1), max(gap for _, rate, gap in text if rate > 1)
-    later = max(gap for _, rate, gap in more if rate >= 1), max(gap for _, _, gap in more)
+    later = max(gap for _, _, gap in more)
     images = [max(gap for name, _, gap in runs if name == "convnet") for runs in (short, long)]
     assert [round(rate) for _, rate, gap in text if gap == worst[1]] == [2]
     assert f"at most {worst[0]:.1f} % above DDP's (at twice the best rate {worst[1]:.1f} %)" in README
-    assert f"after 1,000 to 3,000 steps {later[0]:.1f} % (at lower rates {later[1]:.1f} %)" in README
+    assert f"after 1,000 to 3,000 steps {later:.1f} %." in README
     assert f"1,024 images a step it is {images[0]:.1f} and {images[1]:.1f} %" in README
     assert f"losses are {-min(gap for _, _, gap in text):.1f} % below to {worst[0]:.1f} % above" in SETTINGS
     assert f"is {images[0]:.1f} % behind after 500 steps, and {images[1]:.1f} % after 1,000" in SETTINGS

@@ -203,7 +203,8 @@ class HookState:
         self._unchanged = self._unchanged + 1 if same else 0
         if not same and self.groups is not None:
             self.groups.forget_replies()
-        if self.config.saving is not None and self.world > 1 and (ended := self.shares.end_pass(tuple(buckets))):
+        saves = self.config.saving is not None and self.world > 1
+        if saves and (ended := self.shares.end_pass(tuple(buckets))):
             self.buckets.forget_shares(ended)
         self.telemetry.end_pass(now)  # from now on, any thread may fold it
         self.optimizers.end_pass()
@@ -211,9 +212,7 @@ class HookState:
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if changed := self.buckets.plan_together(buckets):
             messages.LOGGER.debug("the density of %d of %d buckets has changed", changed, len(buckets))
-        if (
-            self._unchanged == 2 and self.world > 1 and self.config.saving is not None
-        ):  # final: DDP regroups after the first pass, or the second
+        if saves and self._unchanged == 2:  # final: DDP regroups after the first pass, or the second
             self._say(*messages.saving_warnings(self.buckets, buckets, self.predicted()))
 
     def _outside_pass(self, method: str) -> NoReturn:
