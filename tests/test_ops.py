@@ -373,3 +373,4 @@ def test_a_threshold_selects_the_largest_entries_that_reach_it(name, k):
             index, largest = TrimmedK().pick(rows, k), reference.topk_index(rows, k)
         for found, places, row in zip(index.tolist(), largest.tolist(), rows.abs().tolist(), strict=True):
             assert found == [place if row[place] >= level else -1 for place in places]
+        assert torch.equal(cpu.count_reaching(rows, threshold), reference.count_reaching(rows, threshold))

@@ -166,11 +166,6 @@ def _largest(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
 
 
-def _count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
-    """Counts the entries of each row ``[R, S]`` whose magnitude reaches ``threshold`` ``[R, 1]``: ``[R, 1]`` int64."""
-    return (rows.abs() >= threshold).sum(dim=1, keepdim=True)
-
-
 class GaussianK(Threshold):
     """Gaussian_k of Shi et al. 2019 (algorithm 1): the threshold that k of S normally distributed entries would reach.
 
@@ -187,7 +182,7 @@ class GaussianK(Threshold):
         if not _none(overflowed):
             threshold = torch.where(overflowed, _largest(rows), threshold)
         for _ in range(3):
-            count = _count_reaching(rows, threshold)
+            count = ops.separate(rows).count_reaching(rows, threshold)
             factor = torch.where(3 * count < 2 * k, 0.5, torch.where(3 * count > 4 * k, 1.5, 1.0))
             if _none(factor != 1):
                 break
@@ -218,7 +213,7 @@ class SampledK(Threshold):
         rank = max(1, min(sample.shape[1], round(sample.shape[1] * k / size)))
         threshold = sample.topk(rank, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
         for _ in range(10):
-            few = _count_reaching(rows, threshold) < k
+            few = ops.separate(rows).count_reaching(rows, threshold) < k
             if _none(few):
                 break
             threshold = torch.where(few, 0.8 * threshold, threshold)
@@ -238,7 +233,7 @@ class TrimmedK(Threshold):
         mean = torch.minimum(mean, largest)  # the sum may overflow
         threshold: Tensor = mean + 0.8 * (largest - mean)
         for r in (0.6, 0.4, 0.2, 0.0):
-            few = _count_reaching(rows, threshold) < k
+            few = ops.separate(rows).count_reaching(rows, threshold) < k
             if _none(few):
                 break
             threshold = torch.where(few, mean + r * (largest - mean), threshold)

@@ -96,6 +96,14 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
     return torch.from_numpy(np.concatenate([places[:, :k] for places in found]).astype(np.int64))
 
 
+def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
+    """Same as :func:`lightning_topk.core.ops.reference.count_reaching`, without a temporary of the rows' size."""
+    if rows.dtype != torch.float32:
+        return reference.count_reaching(rows, threshold)
+    pairs = zip(rows.contiguous().numpy(), threshold[:, 0].numpy(), strict=True)
+    return torch.tensor([[loops.count_reaching(row, least)] for row, least in pairs])
+
+
 class CatchUp(AddressTable):
     """Same as :func:`lightning_topk.core.ops.reference.catch_up_` of each parameter, in one pass over memory."""
 

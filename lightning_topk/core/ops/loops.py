@@ -258,6 +258,18 @@ def kth_largest(values, k, least):
 
 
 @compiled
+def count_reaching(row, threshold):
+    """Counts the entries whose magnitude reaches a threshold."""
+    found = 0
+    for begin in range(0, len(row), 1 << 20):
+        part, here = row[begin : begin + (1 << 20)], np.int32(0)
+        for i in range(len(part)):
+            here += np.int32(abs(part[i]) >= threshold)
+        found += here
+    return found
+
+
+@compiled
 def bf16(number):
     """The bits of a finite float32, rounded to bfloat16, ties to even."""
     bits = np.float32(number).view(np.uint32)

@@ -124,6 +124,11 @@ def sample_of(layout: Layout, k: int, least: int) -> tuple[int, int]:
     return stride, math.ceil(expected + 4 * math.sqrt(expected) + 4)
 
 
+def count_reaching(rows: Tensor, threshold: Tensor) -> Tensor:
+    """Counts the entries of each row ``[R, S]`` whose magnitude reaches ``threshold`` ``[R, 1]``: ``[R, 1]`` int64."""
+    return (rows.abs() >= threshold).sum(dim=1, keepdim=True)
+
+
 def check(payloads: Tensor, expected: int) -> None:
     """Rejects payloads ``[R, P]`` uint8 whose words do not have the ``expected`` sum: damaged, or of another tag or k.
 
