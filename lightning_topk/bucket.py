@@ -363,8 +363,9 @@ class Buckets:
             known.append(([parameter.numel() for parameter in bucket], bucket[0].itemsize, uncompressed, tag))
         plans = plan_step(self.config, known, self._world, self.local, self._model)
         places = {bucket: place for place, bucket in enumerate(buckets)}
-        for weights in {id(bucket.weights): bucket.weights or {} for bucket in buckets}.values():
-            if weights.keys() <= places.keys():
+        sharing = {id(bucket.weights): bucket.weights for bucket in buckets if bucket.weights}
+        for weights in sharing.values():
+            if weights.keys() <= places.keys():  # else only a part of them is planned, without shares
                 shared = share_out([plans[places[bucket]] for bucket in weights], [*weights.values()])
                 for bucket, plan in zip(weights, shared, strict=True):
                     plans[places[bucket]] = plan
