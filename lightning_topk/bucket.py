@@ -285,8 +285,9 @@ class Buckets:
         """
         self.names = names
         self._uncompressed |= set(uncompressed)
+        every = {p: [name, *self.all_names.get(p, ())] for p, name in names.items()}
         for pattern in self.config.dense_parameters:
-            found = {p for p, name in names.items() if fnmatch.filter([name, *self.all_names.get(p, ())], pattern)}
+            found = {p for p, its in every.items() if pattern in its or fnmatch.filter(its, pattern)}
             if not found:
                 known = ", ".join(sorted(names.values())[:20])
                 raise ValueError(f"dense_parameters: no parameter's name matches {pattern!r}. The names are {known}.")

@@ -228,6 +228,9 @@ def test_dense_parameters_may_name_a_tied_weight_by_any_of_its_names(rank, world
     for name in ("0.weight", "1.weight"):
         state = attach(ddp(net), ratio=0.1, dense_parameters=name)
         assert {state.names[p] for p in state.buckets.compressed} == {"0.bias", "1.bias"}
+    net = nn.ParameterDict({"a[0]": torch.ones(20), "b": torch.ones(20)})
+    state = attach(ddp(net), ratio=0.1, dense_parameters="a[0]")  # a name, though as a pattern it would be "a0"
+    assert {state.names[p] for p in state.buckets.compressed} == {"b"}
 
 
 @on_ranks(2)
@@ -327,6 +330,8 @@ def test_notices_are_given_once_and_on_one_rank(rank, world):
     for step in range(3):
         loss_of(model, rank, step).backward()
     sent, summary = state.predicted(), state.summary()
+    with pytest.raises(ValueError, match="rank=2 must be from 0 to 1"):
+        state.predicted(2)
     state.close()
     assert (
         summary == f"lightning_topk: this rank sent {sent.sent} B instead of 6.72 kB a step ({sent.saving:.1f}x less)."

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_topk import messages
 from lightning_topk.bucket import Bucket, Buckets
-from lightning_topk.config import TopKConfig, check_function
+from lightning_topk.config import TopKConfig, check_function, check_integer
 from lightning_topk.consensus import check_agreement, every_rank, gathered
 from lightning_topk.core.link import NOTHING, Measure
 from lightning_topk.optim.applied import Clipping
@@ -242,7 +242,8 @@ class HookState:
 
         The bytes that FSDP2 sends inside a node are not included.
         """
-        when = self.rank if rank is None else rank, self.steps, self._epoch()
+        rank = self.rank if rank is None else check_integer("rank", rank, 0, self.world - 1)
+        when = rank, self.steps, self._epoch()
         plans = [(self.buckets.plan_of(bucket), len(bucket) if self.voting else None) for bucket in self.last_buckets]
         total = sum((plan.volume(*when, voters) for plan, voters in plans), Volume())
         return total.of_shards(self.shards_per_node)
