@@ -111,6 +111,12 @@ class TopKConfig:
         return self.adapt_momentum and self.compresses and not self.momentum
 
     @property
+    def waits(self) -> bool:
+        """Whether gradients may wait in residuals."""
+        lossless = self.ratio == 1 and self.server_ratio in (None, 1) and self.wire_name == "fp32"
+        return self.compresses and bool(self.error_feedback) and not lossless
+
+    @property
     def wire_name(self) -> str:
         """Name of the values' wire format."""
         return self.wire or ("int4" if self.error_feedback is True else "bf16")

@@ -453,13 +453,19 @@ def by_value(net: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("treat", "told", "hinted"),
-    [(by_norm, None, True), (by_norm, 1e-2, False), (by_value, None, False), (nn.Module.train, None, False)],
+    ("treat", "options", "hinted"),
+    [
+        (by_norm, {}, True),
+        (by_norm, {"max_norm": 1e-2}, False),
+        (by_norm, {"ratio": 1.0, "wire": "fp32"}, False),
+        (by_value, {}, False),
+        (nn.Module.train, {}, False),
+    ],
 )
 @on_ranks(2)
-def test_clipping_that_was_not_told_is_named_once(rank, world, treat, told, hinted):
+def test_clipping_that_was_not_told_is_named_once_if_gradients_wait(rank, world, treat, options, hinted):
     with log() as words:
-        run = run_of(rank, lr=1e-3, ddp={}, max_norm=told)
+        run = run_of(rank, lr=1e-3, ddp={}, **options)
         for step in range(READ[0] + 2):
             run.backward(step % 7)
             treat(run.net)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -133,12 +134,12 @@ def looked_at(rank: int, say: Say, case: str) -> None:
         optimizer.step()
 
 
-def scaled(rank: int, say: Say, case: tuple[bool, bool, tuple[int, ...]]) -> None:
+def scaled(rank: int, say: Say, case: tuple[bool, bool, tuple[int, ...], dict[str, Any]]) -> None:
     """A scaler skips the first steps, a later one, or none while its scale grows."""
-    passed, fused, infinite = case
+    passed, fused, infinite, settings = case
     net, scaler = four_layers(), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused)
-    model, _ = attached(net, ratio=0.1, optimizer=optimizer, scaler=scaler if passed else None, announce=say)
+    model, _ = attached(net, optimizer=optimizer, scaler=scaler if passed else None, announce=say, **settings)
     for step in range(5):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, rank, step) * (torch.inf if step in infinite and rank else 1.0)).backward()
@@ -235,6 +236,7 @@ WARNINGS = {
     "shared": "SGD steps several attached models",
     "scaler": "a GradScaler scales the loss, but attach got no scaler=",
 }
+SOME, ALL = {"ratio": 0.1}, {"ratio": 1.0, "wire": "fp32"}
 CASES = [
     *((bypassed, case, "bypassed") for case in ("wrapped twice", "inside")),
     (bypassed, "attached", None),
@@ -251,8 +253,9 @@ CASES = [
     *((zeroed, case, "zeroed") for case in ("throwing away", "skipping a step")),
     *((zeroed, case, None) for case in ("toggling", "adding up")),
     *((looked_at, case, None) for case in ("before backward", "before the step")),
-    *((scaled, (False, fused, infinite), "scaler") for fused, infinite in ((False, (0, 1)), (False, (3,)), (True, ()))),
-    *((scaled, (True, fused, (3,)), None) for fused in (False, True)),
+    *((scaled, (False, *each, SOME), "scaler") for each in ((False, (0, 1)), (False, (3,)), (True, ()))),
+    *((scaled, (True, fused, (3,), SOME), None) for fused in (False, True)),
+    (scaled, (False, False, (3,), ALL), None),
     (copied, "", "copies"),
     *((in_turn, shares, None) for shares in (True, False)),
     *((outside, case, "outside") for case in ("before attach", "after attach", "unfrozen")),

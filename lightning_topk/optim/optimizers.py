@@ -144,7 +144,7 @@ class Optimizers(Watch):
                 steps = {f"the optimizer of {name!r}": kind for name, kind in mine.items()}
                 check_agreement(steps, "Pass the same optimizer= on every rank.", *where)
             self._elsewhere, self._same = every - mine.keys(), all({*row} == every for row in rows)
-            if not self._same and self._config.error_feedback:
+            if not self._same and self._config.waits:
                 self._say(
                     "lightning_topk: the ranks' optimizers have different parameters, as ZeroRedundancyOptimizer's do. "
                     "So what waits does not follow changes of the learning rate, and training may end behind DDP's. "

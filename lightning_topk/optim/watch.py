@@ -163,7 +163,7 @@ class Watch:
     @_disable_dynamo
     def check_scaler(self) -> None:
         """Warns if a GradScaler that the user did not pass takes this step: it is in a frame above the step's hooks."""
-        frame = sys._getframe() if self._config.compresses and not self._scaled else None
+        frame = sys._getframe() if self._config.waits and not self._scaled else None
         while frame is not None:
             # f_locals keeps a frame's variables alive: read it only of a scaler's own step.
             if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():

@@ -84,10 +84,9 @@ class HookState:
         clipping = Clipping(self.world // (self.local if self.config.by_node else 1), self.shards)
         self.shares = Shares(device, self.shards)
         self.telemetry = telemetry = Telemetry(self.rank, self.shards_per_node, clipping, self.shares)
-        hints = self.config.compresses and bool(self.config.error_feedback)
         self.optimizers = Optimizers(
             optimizers, scaler, self.config, self.buckets, self.held_by_optimizers, telemetry, self._say,
-            UserClipping(max_norm, clipping, hints, self._say),
+            UserClipping(max_norm, clipping, self.config.waits, self._say),
         )  # fmt: skip
         self._lane: StreamLane | ThreadLane | None = None
         self.current: Pass | None = None
