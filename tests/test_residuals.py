@@ -151,6 +151,16 @@ def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(new)
     assert "residuals of 1 parameter were dropped, since their size or memory format changed" in words
 
 
+def test_residuals_of_whole_parameters_are_not_moved_to_the_slices_of_a_nodes_ranks():
+    residuals, bucket = Residuals(), Bucket([nn.Parameter(torch.zeros(8))])
+    plan = plan_bucket(TopKConfig(ratio=0.1), [8], 2)
+    residuals.endpoint(bucket, plan)
+    residuals.move_to(None, 0, 2)  # zeros
+    residuals.endpoint(bucket, plan).uplink.memory.residual.fill_(1.0)
+    with pytest.raises(ValueError, match="dividing them takes the other ranks' residuals"):
+        residuals.move_to(None, 0, 2)
+
+
 def test_shares_come_in_the_same_order_on_all_ranks():
     """Two threads make endpoints, in an order that depends on their timing, and each share is summed over the ranks."""
     parameters = [nn.Parameter(torch.zeros(numel)) for numel in NUMELS]

@@ -210,12 +210,6 @@ class Residuals:
     def _cut(self, parameter: Tensor, kept: _Kept, count: int) -> None:
         """Cuts the memories of a parameter into another number of slices."""
         if kept.count != count:
-            if count != 1 and not kept.loaded and not kept.is_zero():
-                raise ValueError(
-                    f"the residuals of a parameter are cut into {kept.count} slices, one per rank, and cutting them "
-                    f"into {count} needs the slices of other ranks. Save them with state_dict, and load them with "
-                    "load_state_dict, which converts them."
-                )
             parts = NodeShards((parameter.numel(),), count)
             for name, part in kept.parts.items():
                 # Without slices, each rank is its own worker, one of so many times as many.
@@ -225,8 +219,19 @@ class Residuals:
 
     # -------------------------------------------------------------------------------- all parameters
 
-    def move_to(self, state: Any, rank: int) -> None:
-        """Prepares for the exchanges of another state, whose settings may differ."""
+    def move_to(self, state: Any, rank: int, count: int = 1) -> None:
+        """Prepares for the exchanges of another state, which cuts parameters into ``count`` slices.
+
+        Raises:
+            ValueError: This rank does not have what its slices need.
+        """
+        differ = [each for each in self._kept.values() if each.count != count and not each.loaded]
+        if count > 1 and not all(each.is_zero() for each in differ):
+            raise ValueError(
+                f"residuals= are not those of one of {count} ranks that exchange as one node, and dividing them takes "
+                "the other ranks' residuals. Pass the earlier state's state_dict() to load_state_dict() instead, which "
+                "converts them."
+            )
         self.offload_to_cpu()
         self._forget_changed(self._kept)
         self.state, self.rank, self._scratch = state, rank, ops.Scratch()

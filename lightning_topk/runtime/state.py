@@ -94,7 +94,7 @@ class HookState:
         self._last: Pass | None = None  # the one before, which may be in flight
         self._unchanged = 0  # passes with the same buckets as the pass before
         with on_failure(self.close):
-            self.residuals.move_to(self, self.rank)
+            self.residuals.move_to(self, self.rank, self.local if self.config.by_node else 1)
             self._collect()
             if not self.steps:  # not for a model that is wrapped again
                 self._say.note(messages.start_message(self.config, self.world, self.local))
