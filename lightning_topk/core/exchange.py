@@ -89,7 +89,7 @@ def hierarchical_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
 
 @contextmanager
 def _sent_by(rank_of: Callable[[int], int]) -> Iterator[None]:
-    """Makes a DamagedError inside name ranks: ``rank_of`` maps the row of a payload to the rank that sent it."""
+    """Translates the rows that a DamagedError names into the ranks that sent them, by ``rank_of``."""
     try:
         yield
     except DamagedError as error:

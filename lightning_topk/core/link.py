@@ -212,7 +212,7 @@ class Link:
         return payloads
 
     def take_back(self) -> None:
-        """Returns entries that were sent but did not arrive to the memory, up to the receivers' rounding."""
+        """Puts entries that were sent but did not arrive back into the memory, up to the receivers' rounding."""
         if self.sent is not None:
             payloads, codec = self.sent
             index, value = codec.read(payloads, self.memory.dtype)

@@ -24,7 +24,7 @@ Among = Literal["all", "node", "peers"]
 
 @dataclass(frozen=True)
 class Request(ABC):
-    """One communication step of an exchange. W ranks take part, and are numbered among them."""
+    """One communication step of an exchange. W ranks take part, numbered from 0."""
 
     payload: Tensor  # this rank's input
     direction: Direction

@@ -163,7 +163,7 @@ class Clipping:
             bucket.clipping.limits = self.limits
 
     def of(self, bucket: Bucket, device: torch.device) -> Clip:
-        """Returns the clipping of a bucket's gradient in this pass, which has limits."""
+        """Returns the clipping of a bucket's gradient in this pass; ``limits`` must not be empty."""
         known: _OfBucket | None = bucket.clipping
         if known is None or known.number_of is not self._number_of:
             numbers = [self._number_of.get(p, len(self.limits) - 1) for p in bucket]

@@ -176,7 +176,7 @@ class Optimizers(Watch):
         return self.clipping.clip(unwrapped(optimizer), max_norm, clip)
 
     def expect_all_of(self, bucket: Bucket) -> None:
-        """Leaves a bucket that is delivered whole unadapted: with FSDP2, its step may come before the pass ends."""
+        """Stops adapting a bucket that is delivered whole: with FSDP2, its step may come before the pass ends."""
         self.adapted = frozenset(self.adapted).difference(self._held_by_optimizers(bucket))
 
     @override

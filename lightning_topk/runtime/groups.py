@@ -163,7 +163,7 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
 
 
 def on_gpus(group: dist.ProcessGroup | None) -> bool:
-    """Whether ranks exchange CUDA tensors over NCCL: whether gloo runs only some collectives of a group, or none."""
+    """Whether ranks exchange CUDA tensors over NCCL: False if gloo runs all collectives of the group here."""
     backends = dist.get_backend_config(group)
     return "cpu:gloo" not in backends or ("nccl" in backends and torch.cuda.is_available())
 

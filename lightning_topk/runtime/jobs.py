@@ -1,4 +1,4 @@
-"""Backward passes and their jobs. A job exchanges one gradient over process groups, and then is the record of that.
+"""Backward passes and their jobs. A job exchanges one gradient over process groups, and then records how.
 
 A lane runs the jobs, on CPU in its own threads. A job writes only its own fields, and the thread that runs backward
 reads them when all jobs of the pass have ended. So no two threads write the same place, and nothing here calls the code

@@ -228,7 +228,7 @@ class HookState:
         return self.telemetry.report()
 
     def summary(self) -> str:
-        """Says how much this rank sent per step so far, on average, and a dense exchange instead; empty if nothing."""
+        """Compares what this rank sent per step so far, on average, with a dense exchange; empty if it sent nothing."""
         self.telemetry.collect()
         return messages.sent_message(self.config, self.telemetry.sent, self.telemetry.passes)
 

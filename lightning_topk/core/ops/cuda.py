@@ -57,7 +57,7 @@ FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 def attempt(device: torch.device) -> None:
-    """Compiles kernels and launches them in both ways; raises an exception if Triton does not work."""
+    """Compiles kernels and launches them, new and kept; raises an exception if Triton does not work."""
     e, x = torch.zeros(2, TILE, dtype=torch.float32, device=device).unbind()
     form, layout = PayloadFormat(TILE, 1, 32, 1.0, 4, 12, 3, 12, 0), Layout(TILE)
     send = Send(e, layout, Scratch())

@@ -99,7 +99,7 @@ def clamp_(x: Tensor) -> Tensor:
 def topk_index(rows: Tensor, k: int) -> Tensor:
     """Ascending positions ``[R, k]`` int64 of the k largest magnitudes of each row ``[R, S]``, finite.
 
-    Of equal ones, the first. Ties are common: a server's mean of values rounded to bf16 has many.
+    Of equal magnitudes, the first. Ties are common: a server's mean of values rounded to bf16 has many.
     """
     magnitude = rows.abs()
     threshold = magnitude.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
@@ -276,7 +276,7 @@ def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
     """Adds the signs that the last step has counted to the running counts, and estimates r of each range of D.
 
     For each range, counts have the deliveries whose gradient has another sign than the momentum, then those with the
-    same sign. If the D gradients of an entry have the mean mu and the deviation sigma, r = D mu^2 / sigma^2. The
+    same sign. If the D gradients of an entry have mean mu and standard deviation sigma, r = D mu^2 / sigma^2. The
     formula is that of :mod:`lightning_topk.optim.momentum`.
 
     Args:
@@ -322,7 +322,7 @@ def catch_up_(stepped: Stepped, rule: Rule, scale: Tensor | None = None, skipped
     if replacement is not None:
         squares = (1 - rule.squares ** (d + 1)) / ((d + 1) * (1 - rule.squares))
         less = g if not rule.has_squares else torch.where(first, g, g * squares.sqrt())
-        more: Tensor | float = 1.0  # how many times as far gradients that agree move an entry
+        more: Tensor | float = 1.0  # factor by which an entry moves further if its gradients agree
         if ratio is not None and counts is not None:
             compared, same, steps = delivered & ~first & (b != 0), (g > 0) == (b > 0), d + 1
             place = torch.frexp(steps).exponent.long() - 1  # of the range of D
@@ -350,7 +350,7 @@ class AddressTable:
     Attributes:
         rows: ``[parameters, 11]`` int64: addresses of the eight tensors of :class:`Stepped`, 0 for None; the number of
             elements; the index of the rule in ``rules``; and a column for the subclass.
-        rules: Numbers of their rules in those of a step.
+        rules: The numbers, among the rules of a step, of those that the parameters use.
     """
 
     def __init__(self, several: Sequence[Stepped]) -> None:
