@@ -278,7 +278,7 @@ def test_unfrozen_parameters_in_no_optimizer_are_named_with_the_remedy_for_fine_
         fit(rank, world, Normed(trained), TopKStrategy(ratio=0.1), [FineTuning(train_bn=True)], max_epochs=3)
         assert not said
         fit(rank, world, Normed(trained), TopKStrategy(ratio=0.1), [FineTuning(train_bn=False)], max_epochs=3)
-    words = "2 of 6 trained parameters ('net.1.weight' for one) are in no optimizer that attach was given."
+    words = "2 of 6 trained parameters ('net.1.weight' for one) are in no optimizer that was passed to attach."
     assert [words in line and "train_bn=True" in line for line in said] == [True] * (rank == 0), said
 
 

@@ -1,4 +1,4 @@
-"""The topologies of the papers to compare with: the parameter server, TopK-SGD by all-gather, dense all-reduce."""
+"""The papers' topologies, for comparison: the parameter server, TopK-SGD by all-gather, dense all-reduce."""
 
 from __future__ import annotations
 

@@ -63,13 +63,13 @@ class BucketPlan:
         return sum(self.parts.sizes)
 
     def same_as(self, other: BucketPlan) -> bool:
-        """Whether another plan exchanges the same, by a selector of the same class."""
+        """Whether another plan equals this one; selectors count as equal if they have the same class."""
         mine, theirs = ({**vars(plan), "selector": type(plan.selector)} for plan in (self, other))
         return all(mine[each.name] == theirs[each.name] for each in fields(self))
 
     @cached_property
     def compressed_sizes(self) -> list[int]:
-        """Elements of each parameter that are compressed."""
+        """Number of compressed elements of each parameter."""
         sizes = self.parts.sizes if self.topology.compresses else (0,) * len(self.parts.sizes)
         return [0 if number in self.uncompressed else size for number, size in enumerate(sizes)]
 
@@ -81,8 +81,8 @@ class BucketPlan:
     def codecs(self, step: int = 0, epoch: int = 0, selector: Selector | None = None) -> Codecs:
         """Returns the codecs for the payloads of a step.
 
-        A payload of a server that does not compress holds all entries that its workers can send. ``selector`` is the
-        endpoint's, whose selections are encoded; the plan's own is enough for sizes.
+        The payload of a server that does not compress has space for all entries that its workers can send. To encode or
+        decode, pass the endpoint's ``selector``; for sizes alone, the plan's own suffices.
         """
         return self._fixed or self._codecs_at(step, epoch, selector or self.selector)
 
@@ -106,15 +106,15 @@ class BucketPlan:
         if self.server_k is not None:
             down = entries(self.server_k, "server_ratio")
         else:
-            # Workers that draw the same positions send no others.
+            # All workers draw the same positions, so their mean has no others.
             down = up if shared is not None else min(size, self.world * up)
-        tag = self.tag if shared is None else (self.tag + step) % 2**24  # ranks at other steps draw other positions
+        tag = self.tag if shared is None else (self.tag + step) % 2**24  # a rank at another step draws others
         common = shared, tag, self.padding
         return Codecs(Codec(self.wire, size, up, *common), Codec(self.wire, size, down, *common))
 
     @cached_property
     def lossless(self) -> bool:
-        """Whether every pass delivers every entry exactly, so that none ever waits."""
+        """Whether every pass delivers every entry exactly, so that nothing waits in a residual."""
         fixed = isinstance(self.k, int) and isinstance(self.server_k, int | None)
         return fixed and self.wire.name == "fp32" and all(each.k == each.universe for each in self.codecs())
 
@@ -124,7 +124,7 @@ class BucketPlan:
         return "worker" in self.feedback and not self.lossless
 
     def capacity(self, codecs: Codecs) -> int:
-        """Elements that fit into a worker's payloads, and uncompressed ones."""
+        """Number of elements that fit into a worker's payloads, plus the uncompressed ones."""
         k = codecs.uplink.k * self.layout.shards + self.uncompressed_numel // self.parts.count
         return min(k, self.layout.numel)
 
@@ -163,9 +163,9 @@ class BucketPlan:
     def endpoint(
         self, rank: int, dtype: torch.dtype, device: torch.device, scratch: ops.Scratch | None = None
     ) -> Endpoint:
-        """Creates the endpoint of a rank, one of all, for a bucket of ``dtype``, with empty memories.
+        """Creates the endpoint of ``rank``, counted among all ranks, for a bucket of ``dtype``, with empty memories.
 
-        Residuals are float64 for float64 and float32 otherwise. Endpoints may share ``scratch`` memory.
+        Residuals are float64 for a float64 bucket, else float32. Endpoints may share ``scratch`` memory.
         """
         layout, selector, number = self.layout, copy.deepcopy(self.selector), rank // self.parts.count
         wide = torch.promote_types(dtype, torch.float32)
@@ -178,7 +178,7 @@ class BucketPlan:
             mine = MomentumResidual(layout.numel, wide, device, self.momentum)
         uplink = Link(layout, selector, mine, sizes=self.parts.slices, count=self.parts.count).fuse(scratch=scratch)
         downlink = None
-        if self.topology.has_servers and number < layout.shards:  # it serves the shard of this number
+        if self.topology.has_servers and number < layout.shards:  # it serves shard `number`
             served, lossless = Layout(layout.shard_size), self.server_k is None
             # A server that does not compress sends every nonzero entry of a sum of selections: it needs exact top-k.
             selector = TopK() if lossless and not isinstance(selector, RandK) else selector
@@ -220,11 +220,11 @@ class Endpoint:
 
     @cached_property
     def pieces(self) -> tuple[Tensor, Tensor]:
-        """How a GPU splits a bucket among the ranks of its node, kept on the device.
+        """How a GPU splits a bucket among the ranks of its node: two tensors on the device.
 
-        A piece has at most ``PIECE`` elements of one parameter's slice. ``[pieces]`` int32, the parameter of each; and
-        ``[parameters, 5]`` int64: the first piece, the offset of the slice in a part, the offset of the parameter in
-        the bucket, the parameter's size, and the size of its slice.
+        A piece has at most ``PIECE`` elements of one parameter's slice. The first, ``[pieces]`` int32, has the
+        parameter of each piece; the second, ``[parameters, 5]`` int64, the first piece, the offset of the slice in a
+        part, the offset of the parameter in the bucket, the parameter's size, and the size of its slice.
         """
         parts = self.plan.parts
         columns = [-(-size // PIECE) for size in parts.slices], parts.slices, parts.sizes
@@ -237,8 +237,8 @@ class Endpoint:
     def reply(self, mean: Tensor | None, codec: Codec, step: Step) -> Tensor:
         """Compresses the workers' ``mean`` ``[shard_size]`` as their server; returns the payload ``[P]`` for all.
 
-        None, and an empty payload, on a rank that is no server. A server that keeps a residual now has what it was
-        sent: nothing of it returns to the workers if the exchange fails.
+        On a rank that is not a server, ``mean`` is None and the payload a buffer. A server that keeps a residual now
+        has the workers' entries, so they do not return to the workers if the exchange fails.
         """
         if "server" in self.plan.feedback:
             self.uplink.sent = None
@@ -247,7 +247,7 @@ class Endpoint:
         return self.downlink.send(mean, codec, step)[0]
 
     def lift(self, lifts: Sequence[float] = ()) -> None:
-        """Sets the :attr:`.Link.lifts`, and converts the memories to these units."""
+        """Sets :attr:`.Link.lifts`, and multiplies the memories by the new lifts over the old ones."""
         before = self.uplink.lifts
         if lifts == before:
             return
@@ -263,7 +263,7 @@ class Endpoint:
         return [slice(sum(link.sizes[:number]), sum(link.sizes[: number + 1])) for link in self.links]
 
     def add_served(self, name: str, to: Tensor, times: float = 1.0) -> None:
-        """Adds the server's memory ``name``, times a factor, to this rank's part of the bucket, ``[parts.numel]``."""
+        """Adds the server's memory ``name``, multiplied by ``times``, to this rank's part ``to`` ``[parts.numel]``."""
         kept = None if self.downlink is None else self.downlink.memory.tensors().get(name)
         if kept is None:
             return

@@ -14,10 +14,10 @@ gradients. Method: top-k with error feedback in both directions (Zou 2022; Tang 
     8 downlink          all_gather: every worker gets every server's reply
     9 deliver           g <- the decoded replies; every rank holds the same bits
 
-:func:`sharded` is these steps, line by line. Steps 1-4 are :meth:`lightning_topk.core.link.Link.send`.
-:func:`hierarchical` puts them between nodes; :mod:`lightning_topk.core.baselines` has the topologies of the papers to
-compare with, and :mod:`lightning_topk.core.guards` what else can happen to a gradient. Each topology also predicts its
-requests by arithmetic.
+:func:`sharded` runs these steps, line by line; :meth:`lightning_topk.core.link.Link.send` does steps 1-4.
+:func:`hierarchical` runs them between nodes. :mod:`lightning_topk.core.baselines` has the papers' topologies, for
+comparison; :mod:`lightning_topk.core.guards` handles everything else that can happen to a gradient. Each topology also
+predicts its requests by arithmetic.
 
 An exchange does no I/O: it *yields* a request where bytes must leave and receives the reply. Process groups
 (:mod:`lightning_topk.runtime.jobs`) and the in-memory simulator (:mod:`lightning_topk.simulate`) drive the same
@@ -59,7 +59,7 @@ def sharded_requests(plan: BucketPlan, codecs: Codecs, among: Among = "all") -> 
 def hierarchical(end: Endpoint, g: Tensor, codecs: Codecs, step: Step) -> Path:
     """Dense inside nodes, sparse between them: each rank exchanges one part of its node's mean gradient.
 
-    Steps 1-8 between the ranks that hold the same part; step 9 for the parts of all ranks of the node.
+    The ranks that hold the same part run steps 1-8; step 9 decodes the parts of all ranks of the node.
     """
     parts = end.plan.parts
     rows = ops.split_parts(g, parts, lambda: end.pieces)
@@ -89,7 +89,7 @@ def hierarchical_requests(plan: BucketPlan, codecs: Codecs) -> list[Request]:
 
 @contextmanager
 def _sent_by(rank_of: Callable[[int], int]) -> Iterator[None]:
-    """Names the ranks that have sent damaged payloads, instead of their rows."""
+    """Translates the rows that a DamagedError names into the ranks that sent them, by ``rank_of``."""
     try:
         yield
     except DamagedError as error:
@@ -97,9 +97,9 @@ def _sent_by(rank_of: Callable[[int], int]) -> Iterator[None]:
 
 
 def _node_mean(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean ``[part]`` of the part's gradients of the node's ranks ``[count, part]``, in ``dtype``."""
+    """Averages the gradients ``[count, part]`` that a node's ranks have for one part: ``[part]`` in ``dtype``."""
     if not ops.on_cpu(rows):
-        return rows.mean(0, dtype=dtype)  # one launch; on a CPU, adding row by row takes less
+        return rows.mean(0, dtype=dtype)  # one launch; on a CPU, adding row by row is faster
     mean, *others = rows.to(dtype)
     for other in others:
         mean += other

@@ -1,6 +1,6 @@
-"""What can happen to a gradient on its way: unused, uncompressed and lifted parameters, local clipping, NaN, a failure.
+"""Handles unused, uncompressed and lifted parameters, clipping, NaN, and failures.
 
-:func:`exchange` handles these around the exchange of a topology (:mod:`lightning_topk.core.exchange`).
+:func:`exchange` does so around the exchange of a topology (:mod:`lightning_topk.core.exchange`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def exchange(
     If the gradient is not finite on some rank, or overflows in the exchange, every rank sets the first element of each
     exchanged parameter to NaN, so that every optimizer and GradScaler notices.
 
-    If a request fails, what this rank has sent last and nobody delivers returns to its residual.
+    If a request fails, the entries that this rank sent last return to its residual, since nobody delivers them.
 
-    ``g`` is ``[numel]``. ``used`` says of each parameter whether this rank used it; None if none may be unused.
+    ``g`` is ``[numel]``. ``used`` says whether this rank used each parameter; None if no parameter may be unused.
     """
     plan, clip, scale, sizes, link = end.plan, step.clip, step.scale, end.plan.parts.sizes, end.uplink
     held: list[tuple[Tensor, Tensor, Tensor, float]] = []
@@ -79,10 +79,10 @@ def exchange(
 def _set_aside(
     end: Endpoint, g: Tensor, unused: Tensor, used: Sequence[bool], fade: float
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
-    """Makes gradients and residuals of ``unused`` parameters ``[parameters]`` bool zero.
+    """Zeroes gradients and memories of ``unused`` parameters ``[parameters]`` bool; yields what restores them.
 
-    Yields each, what it was, whether it is unused, and the factor by which it fades. They are among those that this
-    rank has not ``used``; on a GPU the host knows no more.
+    Each item is a tensor, its former values, whether its parameter is unused, and the factor by which it fades. On a
+    GPU the host does not read ``unused``, so it visits every parameter that this rank has not ``used``.
     """
     for number in (number for number, here in enumerate(used) if not here):
         absent = unused[number]

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 BLOCK = 256  # elements in a block; a bucket too small for one block per shard uses smaller blocks
-PIECE = 2048  # elements of one parameter's slice that a GPU's program copies to or from the part of a node's rank
+PIECE = 2048  # elements of one parameter's slice that one GPU program copies to or from a rank's part
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Layout:
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """All that decides where the elements of shards are, as compiled loops take it: numel, shards and block."""
+        """What decides where the elements of shards are, as a tuple for compiled loops: numel, shards and block."""
         return self.numel, self.shards, self.block
 
     @cached_property
@@ -50,7 +50,7 @@ class Layout:
 
     @cached_property
     def full_blocks(self) -> bool:
-        """Whether every shard consists of blocks of ``BLOCK`` elements, or there is one."""
+        """Whether every shard consists of blocks of ``BLOCK`` elements, or there is only one shard."""
         return self.shards == 1 or self.block == BLOCK
 
     def count_before(self, index: int, shard: int) -> int:
@@ -91,7 +91,7 @@ DAMAGED = "is damaged, or was sent for another bucket, ratio or step than this r
 
 
 class DamagedError(ValueError):
-    """Payloads are damaged: those of the ranks ``senders``, which are their rows unless a topology says otherwise."""
+    """Payloads are damaged. ``senders`` are the ranks that sent them: rows, unless a topology maps rows to ranks."""
 
     def __init__(self, senders: Sequence[int]) -> None:
         super().__init__(f"the payload from rank {', '.join(map(str, senders))} {DAMAGED}.")

@@ -25,7 +25,7 @@ from lightning_topk.core.wire import Codec
 
 @dataclass(frozen=True)
 class Measure:
-    """Statistics to measure: the compression error, and that of each parameter, on the uplink only.
+    """Statistics to measure: the compression error and, on the uplink only, the error of each parameter.
 
     Each costs several more passes over the bucket.
     """
@@ -39,26 +39,26 @@ NOTHING = Measure()
 
 FACTOR, SLOPE, EXCESS, ENTERED, DELIVERED = range(5)
 """Columns of :attr:`Clip.rows`."""
-COLUMNS = 8  # with those of `optim.applied`; kernels assume that each row is aligned to 16 bytes
+COLUMNS = 8  # including those of `optim.applied`; kernels assume that each row is aligned to 16 bytes
 
 
 class Clip(NamedTuple):
-    """The user's clipping of the mean gradient, by one limit or by several, each of some parameters.
+    """The user's clipping of the mean gradient: one limit for all parameters, or several for some parameters each.
 
-    A gradient of norm n is divided by its excess, n times the slope, if that is above 1.
+    A gradient is divided by its excess: its norm times the slope, at least 1.
 
     Attributes:
-        rows: ``[limits, COLUMNS]`` float32, contiguous. The slope is given. Exchanges write the excess, at least 1; the
-            norm of the gradient as it enters, divided by that; the norm of what is delivered; and where a kernel clips
-            the product of the excess and the loss scale, FACTOR. No norm contains the loss scale.
-        of: ``[parameters]`` int64, the number of each parameter's limit; None if there is one.
+        rows: ``[limits, COLUMNS]`` float32, contiguous. SLOPE is an input. Exchanges write EXCESS; ENTERED, the norm of
+            the clipped gradient as it enters; DELIVERED, the norm of the delivered gradient; and, where a kernel clips,
+            FACTOR, the excess times the loss scale. No norm includes the loss scale.
+        of: ``[parameters]`` int64, the number of each parameter's limit; None if there is only one limit.
     """
 
     rows: Tensor
     of: Tensor | None = None
 
     def norms(self, x: Tensor, sizes: Sequence[int], scale: Tensor | None) -> Tensor:
-        """Norms ``[limits]`` float32 of a gradient ``[numel]`` of parameters of ``sizes``, without its loss scale."""
+        """Norms ``[limits]`` float32 of a gradient ``[numel]`` without its loss scale; parameters have ``sizes``."""
         if self.of is None:
             return norm(x, scale, torch.float32).view(1)
         norms = lengths(x, sizes).float()
@@ -66,13 +66,13 @@ class Clip(NamedTuple):
         return squares.new_zeros(len(self.rows)).index_add_(0, self.of, squares).sqrt()
 
     def enter(self, norms: Tensor) -> Tensor:
-        """Takes the norms ``[limits]`` of a gradient that is to be clipped; returns its excess ``[limits]``."""
+        """Records the norms ``[limits]`` of a gradient before clipping; returns its excess ``[limits]``."""
         excess = torch.clamp(norms * self.rows[:, SLOPE], min=1, out=self.rows[:, EXCESS])
         torch.div(norms, excess, out=self.rows[:, ENTERED])
         return excess
 
     def deliver(self, g: Tensor, sizes: Sequence[int], scale: Tensor | None) -> None:
-        """Takes what was delivered, ``[numel]``."""
+        """Records the norms of the delivered gradient ``g`` ``[numel]``."""
         if self.of is None and g.dtype != torch.float64:  # in place: one launch less
             length = torch.linalg.vector_norm(g, dtype=torch.float32, out=self.rows[0, DELIVERED])
             if scale is not None:
@@ -81,12 +81,12 @@ class Clip(NamedTuple):
             self.rows[:, DELIVERED] = self.norms(g, sizes, scale)
 
     def divide_(self, x: Tensor, sizes: Tensor) -> None:
-        """Divides ``x`` ``[numel]``, of parameters of ``sizes`` ``[parameters]`` int64, by its excess."""
+        """Divides ``x`` ``[numel]`` by its excess; ``sizes`` ``[parameters]`` int64 are the parameters' sizes."""
         excess = self.rows[:, EXCESS]
         x.div_(excess[0] if self.of is None else excess[self.of].repeat_interleave(sizes, output_size=len(x)))
 
     def among(self, numbers: Tensor) -> Clip:
-        """The same for some of the parameters, ``[parameters]`` int64."""
+        """The same clipping for the parameters with these ``numbers``, ``[parameters]`` int64."""
         return self if self.of is None else Clip(self.rows, self.of[numbers])
 
 
@@ -95,9 +95,9 @@ class Step:
     """What an exchange depends on, besides its plan and density."""
 
     number: int = 0  # exchanges of this gradient before this one; the same on every rank
-    scale: Tensor | None = None  # scalar loss scale of the gradient, before and after, the same on every rank; None: 1
+    scale: Tensor | None = None  # scalar loss scale of the gradient and of the result, the same on every rank; None: 1
     measure: Measure = NOTHING
-    fade: float = 1.0  # factor of what waits, at most 1
+    fade: float = 1.0  # factor of the residual before the gradient is added, at most 1
     clip: Clip | None = None
     apart: Tensor | None = None  # [limits] norms of the gradients of uncompressed parameters, which are 0 in the vector
 
@@ -109,14 +109,14 @@ FIRST = Step()
 class Link:
     """One lossy direction, at its sending end: compensate, select, encode, keep.
 
-    A server's link, and no worker's, has the dtype of its receivers' output, ``delivered``: the residual includes their
-    rounding error. With a scale they round products, by errors whose mean is 0, and the residual includes none.
+    Only a server's link has ``delivered``, the dtype of its receivers' output: its residual includes their rounding
+    error. With a loss scale, receivers round scaled values; that error has mean 0, and the residual leaves it out.
 
     Attributes:
-        sizes: Elements of each parameter in its vector, which may end in padding.
-        lifts: Powers of two by which the gradient of each parameter counts more in the selection; empty: none does.
-            The memory is in these units.
-        sent: Payloads ``[shards, P]`` uint8 and their codec, of an exchange in progress, while nobody else has them.
+        sizes: Elements of each parameter in the vector, which may end in padding.
+        lifts: Power of two by which each parameter's gradient is multiplied for the selection; empty: all 1. The memory
+            is multiplied too.
+        sent: Payloads ``[shards, P]`` uint8 of the exchange in progress, and their codec, until another rank has them.
         error: ``[2]`` float64, ‖a‖² and ‖a - C(a)‖²; if measured.
         per_layer: ``[3, parameters]`` float64, ‖a‖², ‖a - C(a)‖² and entries sent, by parameter; if measured.
     """
@@ -127,7 +127,7 @@ class Link:
     delivered: torch.dtype | None = None
     sizes: Sequence[int] = ()
     count: int = 1  # ranks of a node, each of which sends a part of its bucket as a worker
-    function: ops.Sender | None = field(default=None, init=False)  # does the same in one pass over memory
+    function: ops.Sender | None = field(default=None, init=False)  # does all steps in one pass over memory
     lifts: Sequence[float] = field(default=(), init=False)
     sent: tuple[Tensor, Codec] | None = field(default=None, init=False)
     error: Tensor | None = field(default=None, init=False)
@@ -135,7 +135,7 @@ class Link:
     _sizes_there: Tensor | None = field(default=None, init=False)
 
     def sizes_on(self, device: torch.device) -> Tensor:
-        """The sizes ``[parameters]`` int64 on the device of what it sends, in memory that stays the same."""
+        """The sizes ``[parameters]`` int64 on the device of the vector; always the same tensor."""
         if self._sizes_there is None:
             self._sizes_there = ops.to_device(torch.tensor(self.sizes), device)
         return self._sizes_there
@@ -143,7 +143,7 @@ class Link:
     def fuse(self, exact: bool = False, scratch: ops.Scratch | None = None) -> Link:
         """Sends in one pass over memory from now on, if :func:`.ops.sender` has a function for that; returns itself.
 
-        On a GPU it may send fewer than the k largest entries (:mod:`.core.ops.cuda`), unless they must be ``exact``.
+        On a GPU it may send fewer than the k largest entries (:mod:`.core.ops.cuda`), unless ``exact`` forbids it.
         """
         if type(self.selector) is TopK and type(self.memory) is Residual:
             self.function = ops.sender(self.memory.residual, self.layout, self.delivered, exact, scratch)
@@ -152,9 +152,9 @@ class Link:
     def send(self, x: Tensor, codec: Codec, step: Step = FIRST) -> Tensor:
         """Compresses ``x`` ``[numel]``, floating, and keeps the rest in the memory; ``x`` becomes zero.
 
-        A worker's ``x`` is a gradient, whose loss scale and excess are divided out first, and which is then lifted. If
-        the vector has a NaN or an infinity, every value in the payloads is NaN, so that every receiver notices, and the
-        memory only fades.
+        A worker's ``x`` is a gradient: it is first divided by its loss scale and excess, and then lifted. If ``x`` has
+        a NaN or an infinity, every value in the payloads is NaN, so that every receiver notices, and the memory only
+        fades.
 
         Returns:
             Payloads ``[shards, P]`` uint8.
@@ -177,7 +177,7 @@ class Link:
         return payloads
 
     def _clip(self, x: Tensor, clip: Clip, step: Step) -> Tensor | None:
-        """Finds by how much a gradient exceeds its limits; returns the scalar by which it must be divided, if any."""
+        """Clips a gradient to its limits; returns the scalar by which the caller must still divide it, or None."""
         norms = clip.norms(x, self.sizes, step.scale) * math.sqrt(self.count)
         excess = clip.enter(norms if step.apart is None else norms.hypot(step.apart))
         if clip.of is not None:
@@ -212,7 +212,7 @@ class Link:
         return payloads
 
     def take_back(self) -> None:
-        """Returns to the memory what was sent and did not arrive, to the receivers' rounding."""
+        """Puts entries that were sent but did not arrive back into the memory, up to the receivers' rounding."""
         if self.sent is not None:
             payloads, codec = self.sent
             index, value = codec.read(payloads, self.memory.dtype)
@@ -221,7 +221,7 @@ class Link:
 
 
 def multiply_(x: Tensor, sizes: Sequence[int], factors: Sequence[float]) -> Tensor:
-    """Multiplies parameters of ``sizes`` by a factor each; ``x`` ``[numel]`` may end in padding. Returns ``x``."""
+    """Multiplies each parameter in ``x`` ``[numel]``, which may end in padding, by its factor; returns ``x``."""
     parts = x[: sum(sizes)].split([*sizes])
     changed = [(part, factor) for part, factor in zip(parts, factors, strict=True) if factor != 1]
     if changed:
@@ -247,10 +247,10 @@ def _energies(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def aggregate(payloads: Tensor, codec: Codec, dtype: torch.dtype, scratch: Tensor, ordered: bool = False) -> Tensor:
-    """Decodes payloads ``[W, P]`` uint8, one of each worker, all for the same shard, to their mean ``[shard_size]``.
+    """Decodes payloads ``[W, P]`` uint8, one from each worker, all for the same shard, to their mean ``[shard_size]``.
 
     The mean has ``dtype``. It is built in ``scratch``, ``[numel]`` zeros, if dtype and size fit. If several ranks
-    compute it, it must be ``ordered``, so that they get the same bits.
+    compute the same mean, pass ``ordered``, so that they get the same bits.
     """
     fits = scratch.dtype == dtype and scratch.numel() >= codec.universe
     total = scratch[: codec.universe] if fits else scratch.new_zeros(codec.universe, dtype=dtype)
@@ -267,13 +267,13 @@ def deliver(
     """Writes the replies of all servers into the bucket, or into the parts of a node's ranks.
 
     Args:
-        payloads: ``[parts shards, P]`` uint8, for each part a row of every server; or, for a vector that is not divided
-            into shards, rows to add up.
+        payloads: ``[parts shards, P]`` uint8: for each part, one row from every server. With one part and one shard,
+            any number of rows, which are added up.
         codec: Codec of the payloads.
         layout: How a part is split among the servers.
-        out: ``[numel]`` or ``[parts, numel]`` zeros, such as a bucket that was sent.
+        out: ``[numel]`` or ``[parts, numel]`` zeros, such as a bucket after it was sent.
         scale: Scalar by which the values are multiplied; None: 1.
-        divisor: Power of two by which they are divided before.
+        divisor: Power of two by which the values are divided first.
         ordered: Whether sums must have the same bits on every rank.
 
     Returns:

@@ -25,8 +25,8 @@ class Memory:
     def compensate(self, x: Tensor, finite: Tensor, fade: float = 1.0) -> Tensor:
         """Adds the residual, times the factor ``fade``, to ``x`` ``[numel]``, which becomes zero.
 
-        If the scalar bool ``finite`` is false, ``x`` is zero, and the memory must not change otherwise. The sum,
-        ``[numel]``, is finite, and may share this memory's storage.
+        If the scalar bool ``finite`` is false, ``x`` is zero, and the memory must only fade. Returns the sum
+        ``[numel]``, finite, which may share this memory's storage.
         """
         a = x.to(self.dtype, copy=True)
         x.zero_()

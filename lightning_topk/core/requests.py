@@ -24,7 +24,7 @@ Among = Literal["all", "node", "peers"]
 
 @dataclass(frozen=True)
 class Request(ABC):
-    """One communication step of an exchange. W ranks take part, and are numbered among them."""
+    """One communication step of an exchange. W ranks take part, numbered from 0."""
 
     payload: Tensor  # this rank's input
     direction: Direction
@@ -101,9 +101,9 @@ class Volume:
     downlink: int = 0  # by this rank as a server
     dense: int = 0  # by this rank in a ring all-reduce of the same gradients, for comparison
     intra_node: int = 0  # between the ranks of this rank's node, in total
-    inter_node: int = 0  # by these ranks to other nodes, in total: the count of the node's network interface
+    inter_node: int = 0  # by these ranks to other nodes, in total: what the node's network interface counts
     dense_inter_node: int = 0  # by these ranks to other nodes in a ring all-reduce
-    messages: int = 0  # in which the bytes of ``inter_node`` are sent, before the network splits them
+    messages: int = 0  # that carry the bytes of ``inter_node``, before the network splits them
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -113,7 +113,7 @@ class Volume:
         return int(getattr(self, kind))
 
     def of_shards(self, count: int) -> Volume:
-        """The same if ``count`` ranks of the node each exchange a shard of the gradients like this one."""
+        """The volume if ``count`` ranks of the node each exchange a shard of the gradients, as this one does."""
         kinds = () if count == 1 else ("intra_node", "inter_node", "dense_inter_node", "messages")
         return replace(self, **{kind: count * self[kind] for kind in kinds})
 

@@ -50,7 +50,7 @@ class Selector(ABC):
                 f"{type(self).__name__}.pick returned positions of shape {tuple(index.shape)} for "
                 f"{layout.shards} shards and k={k}; it must return [shards, k] = ({layout.shards}, {k})."
             )
-        if ops.on_cpu(index) and type(self).__module__ != __name__:  # a user's
+        if ops.on_cpu(index) and type(self).__module__ != __name__:  # a user's selector
             _check_positions(type(self).__name__, index, layout.shard_size)
         used = index >= 0
         value = rows.gather(1, index.clamp(min=0)).masked_fill_(~used, 0)
@@ -72,7 +72,7 @@ class Selector(ABC):
 
 
 def _check_positions(name: str, index: Tensor, size: int) -> None:
-    """Refuses positions ``[R, k]`` out of a shard of ``size`` elements, or twice in a row. Reads them, on a CPU."""
+    """Refuses positions ``[R, k]`` outside a shard of ``size`` elements, or repeated in a row. Reads them, on a CPU."""
     ordered = index.sort(dim=1).values
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if twice.any() or ordered[:, 0].min() < -1 or ordered[:, -1].max() >= size:

@@ -130,7 +130,7 @@ class Codec:
         return self.form.nbytes
 
     def format(self, delivered: torch.dtype | None = None) -> PayloadFormat:
-        """The byte layout, of which the largest magnitude is finite in the dtype ``delivered`` too, if not None."""
+        """The byte layout; with ``delivered``, its largest magnitude is finite in that dtype too."""
         form = self.form
         if delivered is not None and torch.finfo(delivered).max < form.largest:
             # The wire may round the narrower dtype's largest value up, out of its range: stay below.
@@ -167,8 +167,8 @@ class Codec:
             finite: Scalar bool. If false, all values on the wire are NaN.
 
         Returns:
-            The payloads, ``[R, P]`` uint8; and the values that the receiver will decode, like ``value``: zero if not
-            ``finite``.
+            The payloads, ``[R, P]`` uint8; and the values that the receiver will decode, in the shape and dtype of
+            ``value``: zero if not ``finite``.
         """
         form = self.format(delivered)
         clamped = value.clamp(-form.largest, form.largest)

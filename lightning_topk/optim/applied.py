@@ -1,16 +1,16 @@
-"""What dense training would apply of a gradient: as clipped by the user, at the learning rate of its step.
+"""Makes residuals count as in dense training: clipped by the user, at the learning rate of each gradient's step.
 
-A residual adds up gradients of many steps and delivers them later, so that each should count as much as in dense
-training. It is a gradient at today's rate: **what waits shrinks when the rate rises**, since dense training has applied
-it at the lower one (:func:`faded`). And each gradient enters it as clipped to the norm C that the user has told.
+A residual adds up gradients of many steps and delivers them later; each should count as much as in dense training. The
+optimizer applies them at the current rate. So **residuals shrink when the rate rises**, since dense training has
+applied them at the lower rate (:func:`faded`). And each gradient enters clipped to the norm C that the user passed.
 
-A gradient of the norm n is divided by n / C, if that is above 1. But n is the norm of the mean gradient, over all
-parameters that are clipped together, and no rank knows it before the exchange of the first bucket. It is estimated from
-the norm of the worker's own bucket, and from running means of energies, without communication:
+A gradient of norm n is divided by n / C if that is above 1. Here n is the norm of the mean gradient over all parameters
+that are clipped together, and no rank knows it before the exchange of the first bucket. So n is estimated from the norm
+of the worker's own bucket and from running means of energies, without communication:
 
-- averaging over the workers takes out noise, in the long run to the energy of what is delivered;
-- the other buckets have their usual part of the energy. So a gradient a hundred times as large counts as one of a model
-  whose gradients all are.
+- averaging over the workers removes noise: in the long run, the energy falls to that of the delivered gradients;
+- the other buckets have their usual share of the energy. So if one bucket's gradient is a hundred times as large as
+  usual, it is clipped as if those of all buckets were.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from lightning_topk.core import ops
 from lightning_topk.core.link import COLUMNS, DELIVERED, ENTERED, SLOPE, Clip
 
 FALL = 0.99
-"""Least rate of a pass over the one before that counts for what waits: rates of 0, and restarts, erase nothing."""
+"""Least factor by which the rate that counts for residuals falls per pass: rates of 0, and restarts, erase nothing."""
 MEMORY = 0.9
-"""Weight of the passes before in running means of energies."""
+"""Weight of earlier passes in running means of energies."""
 MEANS, RATIO = slice(DELIVERED + 1, DELIVERED + 3), DELIVERED + 3
 """More columns of :attr:`.Clip.rows`: running means of energies, entered and delivered; the slope of a limit of 1."""
 
 
 def faded(before: float, rate: float) -> tuple[float, float]:
-    """The factor of what waits since a pass at the rate ``before``; and the rate at which it counts from now on."""
+    """Returns the factor of a residual that counted at the rate ``before``, and the rate at which it counts now."""
     now = max(rate, FALL * before)
     return min(1.0, before / now) if now else 1.0, now
 
 
 class Rates(NamedTuple):
-    """Learning rates of a pass, by parameter group; None where a group has none, or one that only the device knows."""
+    """Learning rates of a pass, by parameter group; None where a group has none, or only a GPU knows it."""
 
     group_of: Mapping[Tensor, int]  # by member of a bucket
     now: tuple[float | None, ...]
     last: tuple[float | None, ...]  # in the last step that was taken; None before the first
 
     def faded(self, group: int | None, before: float | None) -> tuple[float, float | None]:
-        """As :func:`faded` for members of a group, whose rate ``before`` is that of the last step if it is None.
+        """Applies :func:`faded` to members of a group. If ``before`` is None, it is the rate of the last step.
 
-        A user may set the rate after backward. So the rate of the first pass counts only once a step has shown it.
+        A user may set the rate after backward. So the rate of the first pass is only known after its step.
         """
         now, last = (None, None) if group is None else (self.now[group], self.last[group])
         before = last if before is None else before
@@ -71,13 +71,13 @@ def rate_of(group: Mapping[str, object]) -> float | None:
 
 @dataclass
 class _OfBucket:
-    """What is known of a bucket's clipping.
+    """The clipping of a bucket.
 
     Attributes:
-        number_of: The numbers of all parameters' limits; with others, it begins again.
-        number: The number of its limit, or ``[parameters]`` int64, that of each of its parameters'.
-        rows: ``[limits, COLUMNS]``, see :class:`.Clip`; of all limits.
-        limits: The limits for which its slopes were computed.
+        number_of: The number of every parameter's limit; when this mapping changes, the bucket starts anew.
+        number: The number of the bucket's limit; or ``[parameters]`` int64, the number of each parameter's limit.
+        rows: ``[limits, COLUMNS]`` for all limits, see :class:`.Clip`.
+        limits: The limits for which the slopes were computed.
     """
 
     number_of: Mapping[Tensor, int]
@@ -87,30 +87,30 @@ class _OfBucket:
 
 
 class Clipping:
-    """The user's clipping for each bucket, as :class:`.Clip`. One table has the rows of the last pass's buckets.
+    """Estimates the user's clipping of each bucket, a :class:`.Clip`. A table has the rows of the last pass's buckets.
 
-    ``workers`` exchange; ``shards`` is the group of all ranks that exchange a shard of the same gradients, if there are
-    several.
+    ``workers`` is the number of workers; ``shards`` is the group of the ranks that each exchange a shard of the same
+    gradients, or None.
     """
 
     def __init__(self, workers: int, shards: dist.ProcessGroup | None = None) -> None:
         self._workers = workers
         self._group, self._shards = shards, 1 if shards is None else dist.get_world_size(shards)
         self.limits: Sequence[float] = ()
-        """The norms to which the user clips; infinite for parameters that are not clipped. Empty: nothing was told."""
+        """The norms to which the user clips; infinite for parameters that are not clipped. Empty: none is known."""
         self._number_of: Mapping[Tensor, int] = {}  # of each member's limit
         self._reset()
 
     def _reset(self) -> None:
-        self._inverses: Tensor | None = None  # [limits], of the limits
+        self._inverses: Tensor | None = None  # [limits], 1 / limits
         self._buckets: Sequence[Bucket] = ()  # of the last pass
-        self._table = torch.empty(0)  # [buckets, limits, COLUMNS], of them
+        self._table = torch.empty(0)  # [buckets, limits, COLUMNS], of these buckets
         self._folded = False  # whether no slopes were estimated since that pass
         self._seen: dict[int, Tensor] = {}  # by number of a limit, see `note`
         self._changed: Tensor | float = 1.0  # [limits], the factor by which the user changes gradients before clipping
 
     def begin_pass(self, limits: Sequence[float], number_of: Mapping[Tensor, int]) -> None:
-        """Sets the limits of a pass, and the numbers of those of all members of buckets."""
+        """Sets the limits of a pass, and the number of the limit of each member of a bucket."""
         if number_of is not self._number_of:
             self._reset()
         if limits != self.limits:
@@ -120,18 +120,18 @@ class Clipping:
             self._estimate()
 
     def note(self, number: int, norm: Tensor) -> None:
-        """Takes the norm of the gradients that the user clips, before that: they may have been changed since backward.
+        """Records the norm of gradients just before the user clips them: it may have changed since backward.
 
-        Some loops divide them by a number of tokens.
+        For example, some loops divide gradients by a number of tokens.
         """
         self._seen[number] = norm.float()
 
     @torch.no_grad()
     def fold(self, buckets: Sequence[Bucket]) -> None:
-        """Takes the norms of all buckets of a pass from their rows."""
+        """Updates the running means of energies by the norms in the rows of all buckets of a pass."""
         buckets = [*dict.fromkeys(buckets)]
         if any(bucket.clipping.number_of is not self._number_of for bucket in buckets):
-            return  # of limits before these
+            return  # the rows are for earlier limits
         if buckets != self._buckets:
             self._buckets, self._table = buckets, torch.stack([bucket.clipping.rows for bucket in buckets])
             for bucket, rows in zip(buckets, self._table, strict=True):
@@ -144,7 +144,7 @@ class Clipping:
     def _estimate(self) -> None:
         """Estimates the slopes of the buckets of the last pass."""
         self._folded, (entered, arrived) = False, self._table[..., MEANS].unbind(-1)
-        mean = arrived.clamp(entered / self._workers, entered)  # of pure noise, and without any
+        mean = arrived.clamp(entered / self._workers, entered)  # bounds: for pure noise, and for none
         sums = torch.stack([mean.sum(0), self._table[..., DELIVERED].square().sum(0)])
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
@@ -163,7 +163,7 @@ class Clipping:
             bucket.clipping.limits = self.limits
 
     def of(self, bucket: Bucket, device: torch.device) -> Clip:
-        """The clipping of a bucket's gradient in this pass, if any was told."""
+        """Returns the clipping of a bucket's gradient in this pass; ``limits`` must not be empty."""
         known: _OfBucket | None = bucket.clipping
         if known is None or known.number_of is not self._number_of:
             numbers = [self._number_of.get(p, len(self.limits) - 1) for p in bucket]
@@ -185,7 +185,7 @@ class Clipping:
         return self._inverses
 
     def _by_size(self, bucket: Bucket) -> list[float]:
-        """Slopes ``[limits]`` of a bucket of unknown energy, as if all elements had the same."""
+        """Slopes ``[limits]`` for limits of 1, of a bucket of unknown energy: as if every element had the same."""
         total, own = Counter[int](), Counter[int]()
         for p, number in self._number_of.items():
             total[number] += p.numel() * p.requires_grad

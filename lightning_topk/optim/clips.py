@@ -1,4 +1,4 @@
-"""The user's clipping: what ``attach`` was told, or a strategy sees; and a hint if gradients are clipped elsewhere."""
+"""How the user clips gradients: by ``max_norm=`` or in a strategy; and a hint if they are clipped elsewhere."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from lightning_topk.schedule import as_float
 MaxNorm = float | Sequence[float | None] | None
 """The norm to which the user clips the gradients of all parameters together, or one for each optimizer's."""
 READ = (20, 100)
-"""Steps of an optimizer after which their gradients' norms are read, to see whether they are clipped."""
+"""Numbers of steps after which an optimizer's gradient norms are read, to see whether the user clips them."""
 ENDED = [torch.zeros(2)] * READ[-1]
-"""In place of norms, if no more are measured."""
+"""Stands in for an optimizer's norms when no more are measured."""
 
 
 def check_max_norm(max_norm: Any) -> MaxNorm:
-    """Refuses what is no norm and no list of norms."""
+    """Returns ``max_norm``; refuses anything but a norm, a list of norms, or None."""
     several = max_norm if isinstance(max_norm, list | tuple) else [max_norm]
     if not all(each is None or (isinstance(each, Real) and not isinstance(each, bool)) for each in several):
         raise TypeError(f"max_norm={max_norm!r} must be a number, a list with one for each optimizer, or None.")
     if not all(each is None or as_float(each) > 0 for each in several):
-        raise ValueError(f"max_norm={max_norm!r:.50} is no float above 0. Leave it out if you do not clip gradients.")
+        raise ValueError(f"max_norm={max_norm!r:.50} must be a float above 0. Leave it out unless you clip gradients.")
     return max_norm
 
 
 class UserClipping:
-    """To what norm the user clips the gradients of each optimizer; it tells the exchange, by ``estimate``.
+    """Knows to what norm the user clips the gradients of each optimizer, and tells the exchange, by ``estimate``.
 
-    With ``hints`` it says so if the first gradients are clipped and nothing was told.
+    With ``hints``, it asks for ``max_norm`` if the first gradients are clipped and none was passed.
     """
 
     def __init__(self, max_norm: MaxNorm, estimate: Clipping, hints: bool, say: WarnOnce) -> None:
         self.max_norm, self.estimate, self._say = check_max_norm(max_norm), estimate, say
         self._hints = hints and max_norm is None and say.rank == 0
         self.first = math.inf
-        """The norm to which optimizers will be clipped in their first step, if that is known."""
+        """The norm to which gradients will be clipped in an optimizer's first step; infinite if unknown."""
         self.exchanged = False
         """Whether the last pass clipped gradients in the exchange."""
         self._ids: list[int] = []  # of the optimizers, in order
         self._limits: dict[int, float] = {}  # by id of an optimizer, the norm to which it was clipped last
-        self._clipped: set[int] = set()  # those that were clipped since their last step
-        self._number_of: Mapping[Tensor, int] = {}  # of the norm of each member of a bucket
+        self._clipped: set[int] = set()  # ids of optimizers whose gradients were clipped since their last step
+        self._number_of: Mapping[Tensor, int] = {}  # for each member of a bucket, which norm it has
         self._covered: Collection[int] = ()  # optimizers whose parameters are all exchanged here
-        self._norms: dict[int, list[Tensor]] = {}  # by id of an optimizer: in each step as stepped, and as delivered
-        self._delivered: dict[int, Tensor] = {}  # by id of an optimizer, the norm when backward had ended
+        self._norms: dict[int, list[Tensor]] = {}  # by id of an optimizer, per step: of its gradients, and as delivered
+        self._delivered: dict[int, Tensor] = {}  # by id of an optimizer, the norm at the end of backward
 
     def find(self, optimizers: Sequence[Optimizer], held: Mapping[Tensor, Tensor]) -> None:
-        """Finds the norms that are those of members of buckets, which optimizers have as the parameters ``held``."""
+        """Finds which norm each member of a bucket has; ``held`` maps members to the tensors that optimizers hold."""
         if isinstance(self.max_norm, Sequence) and optimizers and len(optimizers) != len(self.max_norm):
             raise ValueError(
                 f"max_norm={self.max_norm!r} must have one norm for each of {len(optimizers)} optimizers, or be one "
@@ -77,13 +77,13 @@ class UserClipping:
             limits = [float(told)]
         else:
             known = told or [self._limits.get(each, self.first) for each in self._ids]
-            limits = [*(limit or math.inf for limit in known), math.inf]  # the last is that of other parameters
+            limits = [*(limit or math.inf for limit in known), math.inf]  # the last is for all other parameters
         self.estimate.begin_pass(limits if min(limits) < math.inf else (), self._number_of)
 
     def clip(self, optimizer: Optimizer, max_norm: float, clip: Callable[[float], Tensor]) -> Tensor:
-        """The user's clipping of an optimizer's gradients to a norm, by a function that returns the norm before.
+        """Clips an optimizer's gradients by the user's function ``clip``, which returns the norm before.
 
-        If the exchange has clipped them, they are not clipped again: what it delivers is a sum of clipped gradients.
+        If the exchange has clipped them, they are not clipped again: it delivers sums of clipped gradients.
         """
         its = id(optimizer)
         if its not in self._ids:
@@ -107,11 +107,11 @@ class UserClipping:
         self._clipped.discard(its)
 
     def end_pass(self, optimizers: Sequence[Optimizer], scale: Tensor | None) -> None:
-        """Notes the norms of gradients at the end of backward, before the user changes them, in the first steps."""
+        """In the first steps, notes the norms of gradients at the end of backward, before the user changes them."""
         looking = [each for each in optimizers if len(self._norms.setdefault(id(each), [])) < READ[-1]]
         if self._hints and looking and torch._C._current_graph_task_id() != -1:
             engine: Any = torch.autograd.Variable._execution_engine
-            # After the callback in which DDP copies to the gradients; it queues that one later.
+            # Must run after the callback in which DDP writes the gradients, which DDP queues after this one.
             engine.queue_callback(lambda: engine.queue_callback(partial(self._note_delivered, looking, scale)))
 
     @torch.no_grad()
@@ -127,9 +127,9 @@ class UserClipping:
 
     @torch.no_grad()
     def _look(self, optimizer: Optimizer, delivered: Tensor) -> None:
-        """Says so if the user makes the gradients of the first steps smaller, to one norm again and again.
+        """Asks for ``max_norm`` if the user shrinks the gradients of the first steps to the same norm again and again.
 
-        ``delivered`` is the norm of this step's gradients when backward had ended: they may all have one by themselves.
+        ``delivered`` is their norm at the end of backward: gradients may have the same norm without being clipped.
         """
         gradients, norms = _gradients(optimizer), self._norms[id(optimizer)]
         if not gradients or getattr(optimizer, "grad_scale", None) is not None:
@@ -145,8 +145,8 @@ class UserClipping:
             if sum(alike) >= READ[0] // 2:
                 self._say(
                     f"lightning_topk: your gradients are clipped to norm {most:.3g}: pass max_norm={most:.3g} to "
-                    "attach, or what waits counts unclipped. With a strategy, clip by gradient_clip_val=, by "
-                    "self.clip_gradients or by fabric.clip_gradients."
+                    "attach, or residuals hold unclipped gradients. With a strategy, clip with gradient_clip_val=, "
+                    "self.clip_gradients or fabric.clip_gradients."
                 )
 
 

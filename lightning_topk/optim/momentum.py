@@ -2,59 +2,59 @@
 
 Problem. An entry that is not delivered in a step has no gradient in that step, but the optimizer's momentum still moves
 it, for many steps and on old information. Its next gradient is a sum of gradients measured along the way. Error
-feedback and momentum each add a delay; together they are stable only at a much smaller learning rate. Adam also divides
-weight decay in the gradient by a second moment that then holds nothing else, and moves the entry by the learning rate.
+feedback and momentum each add a delay; together they are stable only at a much smaller learning rate. If weight decay
+is part of the gradient, Adam's second moment then holds nothing else, and Adam moves the entry by the learning rate.
 
 Rule. An entry stands still until it is delivered. Then it takes all the steps since its last delivery at once: the
-first with the delivered gradient, the others with a gradient of zero. With the optimizer's momentum m and momentum
-buffer b, the gradient g, its weight a (1 - dampening for SGD, 1 - m for Adam), and D steps since the last delivery, the
-first step of the parameter included::
+first with the delivered gradient, the others with a gradient of zero. Let m be the optimizer's momentum, b its momentum
+buffer, g the delivered gradient, a the weight of g (1 - dampening for SGD, 1 - m for Adam), and D the number of steps
+since the last delivery, or since the parameter's first step, including that step::
 
     delivered       v = m b + a g
                     the optimizer moves the entry by (1 + m + ... + m^(D-1)) v instead of v
                     b = m^(D-1) v
     not delivered   b and the entry stay
 
-If D is 1, this is the optimizer's own step. In the end each gradient moves the entry by as much as in dense training,
-whatever the D before and after it, and b is the velocity of the movement to come. So a checkpoint of the optimizer
-holds true velocities, and a run can continue from it with DDP.
+If D is 1, this is the optimizer's own step. In total, each gradient moves the entry by as much as in dense training,
+however long the entry waits before and after it, and b is the velocity of the remaining movement. So a checkpoint of
+the optimizer holds true velocities, and a run can continue from it with DDP.
 
-Adam's second moment q fades by its factor n in each step, and is largest right after a delivery, when Adam divides by
-it: the larger, the longer the entry has waited, and the shorter its memory 1 / (1 - n) is. So a delivered gradient
-counts in it as D gradients of the same energy in all, one in each of the D steps, of squares g^2 / D::
+Adam's second moment q decays by a factor n in each step, and Adam divides by it right after a delivery, when it is
+largest. The longer the entry has waited and the shorter the memory 1 / (1 - n), the larger q is. So a delivered
+gradient counts in q as D gradients with the same total energy, one in each of the D steps, with squares g^2 / D::
 
     q = n^D q + (1 - n^D) g^2 / D    instead of    n^D q + (1 - n) g^2
 
-If n is near 1, or D is 1, both are the same. Adamax, whose q is no mean, steps as in torch; NAdam also moves an entry
-by a part of the gradient itself, and takes g sqrt((1 - n^D) / (D (1 - n))) there, whose square is in q.
+If n is near 1, or D is 1, both are the same. Adamax steps as in torch, since its q is not a mean. NAdam also moves an
+entry by a part of the gradient itself; there it takes g sqrt((1 - n^D) / (D (1 - n))), the root of what enters q.
 
-Agreement. That is right if the D gradients are noise, whose sum is sqrt(D) times as large as one of them. Where they
+Agreement. This is right if the D gradients are noise: their sum is sqrt(D) times as large as one of them. Where they
 agree, the sum is D times as large, and the entry would move only 1 / sqrt(D) as far as in dense training. If they have
-the mean mu and the deviation sigma, with r = D mu^2 / sigma^2, the mean of their squares is (g^2 / D) (1 + r / D) /
-(1 + r). So an entry moves further, by the root of that::
+mean mu and standard deviation sigma, and r = D mu^2 / sigma^2, the mean of their squares is
+(g^2 / D) (1 + r / D) / (1 + r). So an entry moves further, by the root of g^2 / D over this mean::
 
     sqrt((1 + r) / (1 + r / D))    if g has the sign of b, else 1
 
-Signs show r, bit by bit the same on all ranks. Of a parameter's deliveries that waited for D in the same range (powers
-of two), let s be the surplus of those with the sign of b, a running mean: r = pi artanh(s). For if all entries have the
-same r, s = erf(sqrt(r / 2))^2, about 1 - exp(-2 r / pi). And if a share p agrees and the rest is noise, s is p, and of
-the entries with the same sign now, 2 p / (1 + p) agree: put in place of s, that gives r. q stays: so early deliveries,
-of which no sign was known, do not count too much later. Where the optimizer's eps is larger than sqrt(q), nothing
-divides by q, and the factor falls to 1.
+Signs estimate r, with the same bits on all ranks. Among a parameter's deliveries with D in the same range (powers of
+two), let s be the surplus of equal signs: the running mean of 1 if g has the sign of b, else -1. Then
+r = pi artanh(s). If all entries have the same r, s = erf(sqrt(r / 2))^2, about 1 - exp(-2 r / pi). If a share p agrees
+and the rest is noise, s = p, and of the entries whose signs are equal now, a share 2 p / (1 + p) agrees: with this in
+place of s, the approximation gives pi artanh(p). q stays, so that early deliveries, made before any sign was known, do
+not count too much later. Where eps is larger than sqrt(q), the step hardly depends on q, and the factor falls to 1.
 
-Weight decay w of the parameter x. AdamW's is apart from the gradient, and stays. If it is part of the gradient:
+Weight decay w of the parameter x. AdamW's is not part of the gradient, and stays. If it is part of the gradient:
 
-- Adam, NAdam, RAdam and Adamax take that of D steps with the gradient: v = m b + a (g + D w x).
+- Adam, NAdam, RAdam and Adamax add the decay of all D steps to the delivered gradient: v = m b + a (g + D w x).
 - SGD is linear, so its decay need not wait. If D is 1, v = m b + a (g + w x), as in torch. Any other step multiplies
-  the entry by r, whether it is delivered or not. r is how much dense training keeps of a weight in each step once its
-  momentum has settled, see :func:`kept`.
+  the entry by the factor :func:`kept`, whether it is delivered or not: what dense training keeps of a weight in each
+  step once its momentum is steady.
 
-Method. The optimizer's own ``step()`` runs on a temporary momentum buffer, and Adam's on a temporary gradient, that
-make it do this. So all options of the optimizers keep working. One launch steps all own buffers. On a CPU, torch's
-fused steps take a third of the time of its default ones; they run where the user left the choice to torch.
+Method. The optimizer's own ``step()`` runs on a temporary momentum buffer and, for Adam, a temporary gradient, which
+make it do this. So all options of the optimizers keep working. One launch updates all own buffers. On a CPU, torch's
+fused steps take a third of the time of its default ones; they are used where the user left the choice to torch.
 
-Each change for a step pushes its inverse on a stack. The post-hook pops all. If the step fails, no hook runs: then the
-next ``state_dict()`` or step pops all but the inverses that hold after success only. The states of a step:
+Each change for a step pushes its inverse onto a stack, and the post-hook runs all of them. If the step fails, no hook
+runs: then the next ``state_dict()`` or step runs all but the inverses meant for success only. The states of a step:
 
 ===================  ==========  =========  =============================  ===========================================
 what                 before      during     after                          after a failure, once the stack is popped
@@ -93,7 +93,7 @@ from lightning_topk.core.ops.reference import Rule, Stepped
 _BUFFERS: dict[type[Optimizer], str] = {SGD: "momentum_buffer"} | dict.fromkeys((Adam, NAdam, RAdam, Adamax), "exp_avg")
 _NO_STATE: dict[str, Any] = {}
 _USER_CHOSE_NONE = {"fused": None, "foreach": None, "differentiable": False}.items()
-"""Options of a group that leave the choice of its step to torch."""
+"""Options of a group with which torch chooses the implementation of its step."""
 _STEPS = {inspect.unwrap(kind.step): name for kind, name in _BUFFERS.items()}
 """Supported steps (AdamW shares Adam's) and the names of their momentum buffers."""
 ADAPTED = "SGD, Adam, AdamW, NAdam, RAdam and Adamax"
@@ -104,9 +104,9 @@ class AdaptedMomentum:
     """Adapts the momentum of one of torch's optimizers. Use :meth:`of`: there is one instance per optimizer.
 
     It holds one byte per entry: the steps since the entry was delivered, up to 255. An entry that waits longer takes
-    255 steps; the rest of the movement, m^255 of it, follows with later deliveries. A resumed run treats all entries as
-    delivered in the step before, which only shifts movement to their next delivery; ``load_state_dict`` in a running
-    process keeps the bytes.
+    255 steps; the rest of its movement, a share of m^255, follows with later deliveries. A resumed run treats all
+    entries as delivered in the step before, which only postpones movement to their next delivery; ``load_state_dict``
+    in a running process keeps the bytes.
     """
 
     _instances: ClassVar[WeakKeyDictionary[Optimizer, AdaptedMomentum]] = WeakKeyDictionary()
@@ -116,8 +116,8 @@ class AdaptedMomentum:
         """See :func:`adapt_momentum`."""
         self.members: dict[Tensor, _Member] = {}
         """The adapted parameters that have had a gradient, each with its step counts, ``waited``."""
-        self._inverses: list[tuple[Callable[[], None], bool]] = []  # of a step's changes; whether only after success
-        self._prepared: _Prepared | None = None  # until a step meets other tensors, or fails
+        self._inverses: list[tuple[Callable[[], None], bool]] = []  # undo a step's changes; whether only after success
+        self._prepared: _Prepared | None = None  # valid until a step has other tensors, or fails
         self._agreements: dict[torch.device, list[_Agreements]] = {}
         self._name = _steps_as(type(optimizer)) or ""
         optimizer.register_step_pre_hook(self._before_step)
@@ -135,12 +135,12 @@ class AdaptedMomentum:
 
     @classmethod
     def release(cls, requester: Any) -> None:
-        """Ends what :func:`adapt_momentum` began."""
+        """Stops adapting momentum for a requester, see :func:`adapt_momentum`."""
         for each in cls._instances.values():
             each.requesters.discard(requester)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Adapts the step after all pre-hooks, and after its closure if it has one: puts another closure in place."""
+        """Gives the step a closure that adapts it: after all pre-hooks, and after the user's own closure if any."""
         theirs = kwargs.get("closure", args[1] if len(args) > 1 else None)
 
         def closure() -> Any:
@@ -153,11 +153,11 @@ class AdaptedMomentum:
     @_disable_dynamo  # for torch.compile(optimizer.step); torch.compiler.disable imports dynamo at once
     @torch.no_grad()
     def _adapt(self, optimizer: Optimizer) -> None:
-        """Changes a step, once gradients are ready and before parameters change.
+        """Changes a step when gradients are ready and before parameters change.
 
-        The optimizer gets temporary momentum buffers, and the gradients that its rule asks for.
+        The optimizer gets temporary momentum buffers and, where its rule needs them, temporary gradients.
         """
-        self._undo(failed=True)  # if the step before failed
+        self._undo(failed=True)  # if the previous step failed
         every, state = all_parameters(optimizer), optimizer.state
         scale, skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         to_adapt = set[Tensor]().union(*(getattr(each, "adapted", every) for each in self.requesters))
@@ -169,10 +169,10 @@ class AdaptedMomentum:
             rule, whole = rule_of(options), len(adapted) == len(options["params"])
             groups.append(_Group(options, rule, adapted, whole and options.items() >= _USER_CHOSE_NONE))
             if rule.waits:
-                self._replace([options], "weight_decay", [0.0])  # it is in the gradients of this step
+                self._replace([options], "weight_decay", [0.0])  # the decay is in the gradients of this step
                 for p in () if whole else options["params"]:
                     if p.grad is not None and p not in to_adapt:
-                        scaled = p if scale is None else p * scale  # a fused step divides gradients
+                        scaled = p if scale is None else p * scale  # a fused step divides gradients by it
                         self._replace([p], "grad", [p.grad.add(scaled, alpha=rule.sign * rule.decay)])
         parameters = [p for group in groups for p in group.adapted]
         for p in parameters:
@@ -186,7 +186,7 @@ class AdaptedMomentum:
             [(x.dtype, x.device, x.stride(), x.data_ptr()) for x in map(local_part, parameters)],
         )
         if self._prepared is None or not self._prepared.is_for(objects, formats):
-            self._prepared = None  # its memory is free for others
+            self._prepared = None  # frees its memory before more is allocated
             self._prepared = self._prepare(groups, state, objects, formats)
         now, count = self._prepared, len(self._prepared.members)
         for table in chain.from_iterable(self._agreements.values()):
@@ -204,7 +204,7 @@ class AdaptedMomentum:
     def _prepare(
         self, groups: Sequence[_Group], state: Mapping[Tensor, Any], objects: list[Any], formats: Any
     ) -> _Prepared:
-        """Prepares steps that meet these objects and formats."""
+        """Prepares all steps that have these objects and formats."""
         members, replaced, fused = list[tuple[_Member, int]](), list[Tensor](), list[int]()
         for number, (_, rule, adapted, free) in enumerate(groups):
             for p in (each for each in adapted if each.grad is not None):
@@ -230,16 +230,16 @@ class AdaptedMomentum:
         return _Prepared(objects, formats, [each for each, _ in members], replaced, fused, temporary, catch_up)
 
     def _member(self, p: Tensor, state: dict[str, Any]) -> _Member:
-        """The member of a parameter, in agreement with its state in the optimizer."""
+        """Returns the member of a parameter, made from its state in the optimizer."""
         own = state.get(self._name)
         if own is None:  # its first step; momentum is zero
             return _Member(p, None, torch.zeros_like(p), None)
-        if own.is_sparse:  # of steps before it was adapted
+        if own.is_sparse:  # from steps before it was adapted
             own = state[self._name] = own.to_dense()
         return _Member(p, state, own, self.members.get(p))
 
     def _agreement(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The agreement of one more parameter on a device."""
+        """Returns the rows of a table, r and counts of signs, for one more parameter on a device."""
         tables = self._agreements.setdefault(device, [])
         if not tables or not tables[-1].unused:
             tables.append(_Agreements(device))
@@ -258,7 +258,7 @@ class AdaptedMomentum:
         self._undo(failed)
 
     def _undo(self, failed: bool) -> None:
-        """Undoes the changes of a step, the last first; those that a failed step left, if any."""
+        """Undoes the changes of a step, last first; with ``failed``, those that a failed step has left."""
         if failed and self._inverses:  # new gradients may have been added into temporary ones: keep their memory
             self._prepared = None
         while self._inverses:
@@ -276,7 +276,7 @@ def _put(holders: Sequence[Any], name: str, values: Sequence[Any]) -> None:
 
 
 def _forget_undelivered(state: Mapping[Tensor, Any], members: Sequence[_Member]) -> None:
-    """SGD's first buffer is a copy of the gradient, and has decay also where nothing was delivered."""
+    """Zeroes SGD's first buffer where nothing was delivered: it is a copy of the gradient with weight decay."""
     for member in members:
         if (buffer := state.get(member.p, {}).get(_BUFFERS[SGD])) is not None:
             local_part(buffer).masked_fill_(member.waited != 0, 0)
@@ -288,13 +288,13 @@ class _Group(NamedTuple):
     options: dict[str, Any]
     rule: Rule
     adapted: list[Tensor]
-    free: bool  # to fuse its step: the user chose no form, and no others step too, which must keep their bits
+    free: bool  # whether its step may be fused: the user chose no form, and it has no unadapted parameters
 
 
 class _Prepared(NamedTuple):
-    """What steps have in common that meet the same tensors, with gradients and rules of the same formats.
+    """What all steps with the same tensors, formats of gradients and forms of rules have in common.
 
-    ``replaced`` are the parameters that get another gradient, and ``fused`` the numbers of groups whose step is fused.
+    ``replaced`` are the parameters that get a temporary gradient, ``fused`` the numbers of groups whose step is fused.
     """
 
     objects: list[Any]
@@ -306,7 +306,7 @@ class _Prepared(NamedTuple):
     catch_up: ops.CatchUp
 
     def is_for(self, objects: Sequence[Any], formats: tuple[Any, ...]) -> bool:
-        """Whether a step meets the same."""
+        """Whether it fits a step with these objects and formats."""
         same = len(objects) == len(self.objects) and all(map(operator.is_, objects, self.objects))
         return same and formats == self.formats
 
@@ -314,7 +314,7 @@ class _Prepared(NamedTuple):
 class _Member:
     """An adapted parameter, its state in the optimizer (None before its first step), and its own momentum buffer.
 
-    ``before`` is the same parameter's until now. Its step counts and agreement go on, if they fit the buffer.
+    ``before`` is the parameter's previous member, whose step counts and agreement continue if they fit the buffer.
     """
 
     def __init__(self, p: Tensor, state: dict[str, Any] | None, own: Tensor, before: _Member | None) -> None:
@@ -329,15 +329,15 @@ class _Member:
         self._fusible = not self.first and _fusible(local.shape, *moments) and _fusible(torch.Size(), *steps)
 
     def may_fuse(self) -> bool:
-        """Whether a fused step can take its tensors; on a CPU it checks neither shapes nor strides."""
+        """Whether a fused step can take its tensors: torch's, on a CPU, checks neither shapes nor strides."""
         p, gradient = self.p, self.p.grad
         return self._fusible and _fusible(self.waited.shape, p, p if gradient is None else gradient)
 
 
 class _Agreements:
-    """How far the gradients of each parameter agree, in one table of a device: r, and running counts of signs.
+    """How much the gradients of each parameter agree, in one table on a device: r, and running counts of signs.
 
-    ``unused`` are the rows, r and counts of a step as in :class:`.Stepped`, that no parameter has yet.
+    ``unused`` has the rows that no parameter uses yet: r and the counts of a step, as in :class:`.Stepped`.
     """
 
     SIZE = 256
@@ -359,13 +359,13 @@ def _fusible(shape: torch.Size, *several: Tensor) -> bool:
 
 
 ALIGNED = 64
-"""Elements between whose multiples temporary tensors begin, so that kernels load several at once."""
+"""Temporary tensors begin at multiples of so many elements, so that kernels load several at once."""
 
 
 class _Temporary:
-    """Tensors for a step: one storage per device and dtype. A GPU's memory exists only during the step.
+    """Tensors for a step: one storage per device and dtype. GPU memory exists only during the step.
 
-    A CPU's stays, since the system would map every page anew: that takes four times as long as all else here.
+    CPU memory stays. Otherwise the system would map every page anew, which takes four times as long as all else here.
     """
 
     def __init__(self, models: Sequence[Tensor]) -> None:
@@ -383,7 +383,7 @@ class _Temporary:
             self.tensors.append(_as_sharded(view, model))
 
     def allocated(self) -> list[Tensor]:
-        """The tensors, with memory."""
+        """Returns the tensors, with their memory allocated."""
         for storage, size in self._sizes.items():
             if storage.nbytes() != size:  # else torch would copy it
                 storage.resize_(size)
@@ -400,8 +400,8 @@ def adapt_momentum(optimizers: Iterable[Optimizer], requester: Any) -> tuple[lis
     """Adapts the momentum of optimizers, until :meth:`AdaptedMomentum.release` is called or the requester is gone.
 
     The requester exchanges their gradients. At each step, its ``adapted`` holds the compressed parameters; without such
-    an attribute all are. Returns information about adapted momentum, and warnings about momentum that is not, or that
-    several requesters share.
+    an attribute all are. Returns information about adapted momentum, and warnings about momentum that is not adapted,
+    or that several requesters share.
     """
     notes, warnings = [], []
     for optimizer in optimizers:
@@ -412,9 +412,9 @@ def adapt_momentum(optimizers: Iterable[Optimizer], requester: Any) -> tuple[lis
             requesters.add(requester)
             if len(requesters) > 1:
                 warnings.append(
-                    f"lightning_topk: {name} steps several attached models, and each exchange knows the gradients of "
-                    "its own only. If you clip the norm of all together, what waits counts as clipped by the norm of "
-                    "one. Then put the models into one module under one wrapper, or give each its own optimizer."
+                    f"lightning_topk: {name} steps several attached models, but each exchange knows only the gradients "
+                    "of its own model. If you clip their joint norm, residuals count as clipped by the norm of one "
+                    "model. Then put the models into one module under one wrapper, or give each its own optimizer."
                 )
         if has_momentum and adapts:
             notes.append(
@@ -445,7 +445,7 @@ def _steps_as(kind: type) -> str | None:
 
 
 def momentum_of(group: Mapping[str, Any]) -> Any:
-    """The momentum of a parameter group, a number or a scalar tensor; 0 if it is none in (0, 1)."""
+    """The momentum of a parameter group, a number or a scalar tensor; 0 unless it is in (0, 1)."""
     betas = group.get("betas")
     momentum: Any = group.get("momentum") or (betas[0] if isinstance(betas, tuple | list) and betas else 0.0)
     number = isinstance(momentum, Real) or (isinstance(momentum, Tensor) and momentum.numel() == 1)
@@ -463,20 +463,20 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     if not sgd:
         return Rule(m, a, sign, decay, waits=True, squares=n, eps=eps)
     nesterov = group["nesterov"]
-    lr = _number(group["lr"]) + 1e-6  # not 0; the rate hardly depends on so small a one
+    lr = _number(group["lr"]) + 1e-6  # not 0; so small an lr hardly changes the rate
     rate = (1 - kept(lr, m, a, decay, nesterov)) / lr
-    # SGD's own step adds its decay once more, with nesterov 1 + m times, and multiplies the buffer by m.
+    # SGD's own step adds its decay once more (1 + m times with nesterov), and multiplies the buffer by m.
     steady = (rate - (1 + m) * decay) / m**2 if nesterov else (rate - a * decay) / m
     return Rule(m, a, sign, decay, steady)
 
 
 def _number(x: Any) -> Any:
-    """A scalar tensor on the CPU as a number, so that one launch can step it; on a GPU, reading it would wait."""
+    """Converts a scalar tensor on the CPU to a number, which one launch can take; on a GPU, reading it would wait."""
     return x.item() if isinstance(x, Tensor) and x.device.type == "cpu" else x
 
 
 def kept(lr: Any, momentum: Any, weight: Any, decay: Any, nesterov: bool) -> Any:
-    """The factor by which each step of SGD multiplies a weight that only decays, once its momentum has settled.
+    """The factor by which each step of SGD multiplies a weight that only decays, once its momentum is steady.
 
     Each argument is a number or a scalar tensor. With momentum m, its buffer b, weight a of the gradient and decay w,
     decay alone is x' = x - lr b', b' = m b + a w x, so x'' = (1 + m - lr a w) x' - m x: the factor is the larger root
@@ -498,7 +498,7 @@ def local_part(x: Any) -> Any:
 
 
 def _as_sharded(local: Tensor, like: Any) -> Tensor:
-    """The DTensor of which ``local`` is this rank's shard, if ``like`` is a DTensor; else ``local``."""
+    """Returns a DTensor with ``local`` as this rank's shard if ``like`` is a DTensor; else ``local``."""
     if not hasattr(like, "to_local"):
         return local
     from torch.distributed.tensor import DTensor

@@ -37,30 +37,30 @@ def getter(optimizer: GetOptimizers | Sequence[Optimizer] | Optimizer | None) ->
     if optimizer is not None:
         check_function("optimizer", optimizer)
         found: Any = []
-        with suppress(Exception):  # of a function that fails until they exist
+        with suppress(Exception):  # the function may fail until they exist
             found = optimizer()
         _listed(found)
     return optimizer
 
 
 def _listed(found: Any) -> list[Optimizer]:
-    """What a user's function returned, as a list of optimizers."""
+    """Returns what a user's function returned as a list; refuses anything but optimizers."""
     several: list[Any] = [*found] if isinstance(found, Iterable) else [found]
     if not all(map(_is_optimizer, several)):
         raise TypeError(
-            f"the function optimizer= returned {found!r:.200}, but must return a list of torch optimizers; an empty "
-            "one until they exist."
+            f"the function optimizer= returned {found!r:.200}, but must return a list of torch optimizers, empty until "
+            "they exist."
         )
     return several
 
 
 def _is_optimizer(x: Any) -> bool:
-    """Whether it is an optimizer of torch, or acts as one."""
+    """Whether ``x`` is a torch optimizer, or acts like one."""
     return isinstance(x, Optimizer) or (hasattr(x, "param_groups") and hasattr(x, "step"))
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer of torch inside a wrapper without hooks of its own: Accelerate's, Lightning's, schedule-free's."""
+    """Returns the torch optimizer in a wrapper without hooks of its own: Accelerate's, Lightning's, schedule-free's."""
     while True:
         inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "base", None)
         hooks, inside = (getattr(each, "_optimizer_step_post_hooks", None) for each in (optimizer, inner))
@@ -72,8 +72,8 @@ def unwrapped(optimizer: Any) -> Any:
 class Optimizers(Watch):
     """The user's optimizers, which may be created later or replaced: their momentum, rates, clipping and loss scale.
 
-    ``now`` returns them, or is None if the user passed none; ``held_by_optimizers`` returns the parameters that
-    optimizers hold of members of buckets.
+    ``now`` returns the optimizers, or is None if the user passed none; ``held_by_optimizers`` maps members of buckets
+    to the tensors that optimizers hold for them.
     """
 
     def __init__(
@@ -98,18 +98,18 @@ class Optimizers(Watch):
         self.adapted: Collection[Tensor] = ()
         """Parameters that the last pass compressed, or will compress if it has not ended."""
         self._groups: list[list[int]] = []  # ids of the parameters in each group of the watched optimizers
-        self._members: Collection[Tensor] = ()  # that the buckets may compress; `compressed` are theirs
+        self._members: Collection[Tensor] = ()  # that the buckets may compress; for `compressed`
         self.renewed = False
-        """Whether they were replaced or got parameters; the adapter that reads it resets it."""
+        """Whether optimizers were replaced or got parameters; the adapter that reads it resets it."""
         self._unchecked = False  # whether that happened after the last pass began
         self._elsewhere: set[str] = set()  # parameters that only other ranks' optimizers had at attach
 
     def _now(self) -> list[Optimizer]:
-        """The user's optimizers now."""
+        """The current optimizers."""
         return [] if self._getter is None else [*map(unwrapped, _listed(self._getter()))]
 
     def updated(self) -> set[Tensor]:
-        """The parameters that they update."""
+        """The parameters that the optimizers update."""
         return {p for each in self._now() for p in all_parameters(each)}
 
     @property
@@ -123,14 +123,14 @@ class Optimizers(Watch):
         return dict(zip(self._held_by_optimizers(names), names.values(), strict=True))
 
     def start(self, exist: bool, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Compares the optimizers on all ranks, and checks them if they ``exist`` by now. A collective, at attach.
+        """Compares the optimizers of all ranks, and checks them if they ``exist`` already. A collective, at attach.
 
-        Those that a function returns are compared if all ranks have some already. A step that is adapted on one rank
-        only would move the ranks' weights apart.
+        If a function returns them, they are compared only if all ranks have some already. If a step were adapted on
+        some ranks only, their weights would drift apart.
         """
         if self._config.compresses:
             now, names, where = list[Optimizer](), self._names(), (device, group)
-            with nullcontext() if exist else suppress(Exception):  # of a function that fails until they exist
+            with nullcontext() if exist else suppress(Exception):  # the function may fail until they exist
                 now = self._now()
             if not all(gathered(exist or bool(now), *where)) and not exist:
                 now = []
@@ -146,9 +146,9 @@ class Optimizers(Watch):
             self._elsewhere, self._same = every - mine.keys(), all({*row} == every for row in rows)
             if not self._same and self._config.waits:
                 self._say(
-                    "lightning_topk: the ranks' optimizers have different parameters, as ZeroRedundancyOptimizer's do. "
-                    "So what waits does not follow changes of the learning rate, and training may end behind DDP's. "
-                    "Use an optimizer that has all parameters on every rank, if memory allows."
+                    "lightning_topk: the ranks' optimizers have different parameters, as with ZeroRedundancyOptimizer. "
+                    "So residuals do not follow changes of the learning rate, and training may end behind DDP's. If "
+                    "memory allows, use an optimizer that has all parameters on every rank."
                 )
         if exist:
             self.sync()
@@ -176,13 +176,13 @@ class Optimizers(Watch):
         return self.clipping.clip(unwrapped(optimizer), max_norm, clip)
 
     def expect_all_of(self, bucket: Bucket) -> None:
-        """Expects all of a bucket: with FSDP2, an optimizer may step its parameters before the pass ends."""
+        """Stops adapting a bucket that is delivered whole: with FSDP2, its step may come before the pass ends."""
         self.adapted = frozenset(self.adapted).difference(self._held_by_optimizers(bucket))
 
     @override
     def stepped(self, optimizer: Optimizer) -> None:
         """Notes the rates of a step, and whether its gradients were clipped."""
-        self._passes.collect()  # in the stream in which a user may read it before the next pass does
+        self._passes.collect()  # now, in this stream: a user may read it before the next pass begins
         first = self._first_group.get(id(optimizer))
         if self.rates is not None and first is not None:
             last = [*self.rates.last]
@@ -219,9 +219,9 @@ class Optimizers(Watch):
         self.clipping.find(optimizers, dict(members))
 
     def sync(self) -> list[Optimizer]:
-        """Checks the optimizers; adapts momentum, and watches the steps, of new ones. Before every backward pass.
+        """Checks the optimizers before every backward pass; adapts the momentum and watches the steps of new ones.
 
-        Returns them.
+        Returns the optimizers.
         """
         now, members = self._now(), self._buckets.compressed
         if members is not self._members:
@@ -250,7 +250,7 @@ class Optimizers(Watch):
         super().close()
 
     def _warn_of_idle(self, updated: set[Tensor], compressed: Collection[Tensor]) -> None:
-        """Names trained parameters that no optimizer updates, or only as copies."""
+        """Warns of trained parameters that no optimizer updates, or that optimizers update only as copies."""
         names = self._names()
         trained = [p for p in names if p.requires_grad and p in compressed]
         idle = [names[p] for p in trained if p not in updated and names[p] not in self._elsewhere]
@@ -260,15 +260,15 @@ class Optimizers(Watch):
         remedy = "add them to an optimizer (attach takes a list of several), or freeze them with requires_grad_(False)"
         if updated.difference(names):
             self._say(
-                f"lightning_topk: {found}, which steps others than the model's. If these are copies, such as fp32 "
-                "copies of bf16 parameters, their momentum is not adapted, and training may end behind DDP's: use fp32 "
-                f"parameters and autocast (in Lightning precision='bf16-mixed'). If not, {remedy}."
+                f"lightning_topk: {found}, but optimizers have tensors outside the model. If these are copies, such as "
+                "fp32 copies of bf16 parameters, their momentum is not adapted, and training may end behind DDP's: use "
+                f"fp32 parameters and autocast (in Lightning precision='bf16-mixed'). If not, {remedy}."
             )
         else:
             self._say(
-                f"lightning_topk: {found} that attach was given. If no other one updates them and zeroes their "
-                f"gradients, these grow in every step and take the place of others in the payloads: {remedy}. If "
-                "fine-tuning has unfrozen them with train_bn=False, pass train_bn=True."
+                f"lightning_topk: {found} that was passed to attach. Unless another one updates them and zeroes their "
+                f"gradients, these grow in every step and displace others in the payloads: {remedy}. If fine-tuning "
+                "has unfrozen them with train_bn=False, pass train_bn=True."
             )
 
 

@@ -6,9 +6,9 @@ Each warning names a case that trained badly without an error:
 - ``check_others``: an optimizer made after attach takes the steps, and is not adapted.
 - ``check_scaler``: a GradScaler that was not passed scales the loss.
 - ``warn_of_drift``: a step takes a gradient that was not exchanged, though others were.
-- ``warn_of_loss``: a gradient is zeroed after its exchange, as a GAN's discriminator's is in the generator's turn.
+- ``warn_of_loss``: a gradient is zeroed after its exchange, such as a GAN discriminator's in the generator's turn.
 
-The gradient of one parameter of each optimizer (:class:`_Watched`) shows the last::
+The last two follow the gradient of one parameter of each optimizer (:class:`_Watched`)::
 
     state       event                                            next state
     any         backward computes the parameter's gradient       computed; if it was delivered and is None, a warning
@@ -37,7 +37,7 @@ from lightning_topk.optim.momentum import all_parameters, local_part
 
 
 class Passes(Protocol):
-    """What is known of the backward passes before: :class:`lightning_topk.runtime.telemetry.Telemetry`."""
+    """Records of earlier backward passes: :class:`lightning_topk.runtime.telemetry.Telemetry`."""
 
     def collect(self) -> None:
         """Folds the last pass, if all its exchanges have ended."""
@@ -48,11 +48,11 @@ class Passes(Protocol):
 
 
 class Watch:
-    """Watches the steps of the user's optimizers. ``passed`` says whether the user passed any, ``scaled`` a GradScaler.
+    """Watches the steps of the user's optimizers. ``passed``: whether the user passed any; ``scaled``: a GradScaler.
 
-    Calls :meth:`stepped` after the first step of an optimizer that it watches since a backward pass began. Others take
-    no exchanged gradient: a checkpoint may initialise an optimizer by a step at rate 0, and torch calls the hook twice
-    for a step that calls that of a base class.
+    Calls :meth:`stepped` after the first step of each watched optimizer since a backward pass began. Further calls are
+    no steps with exchanged gradients: loading a checkpoint may initialise an optimizer by a step at rate 0, and torch
+    calls the hook twice for a step that calls a base class's step.
     """
 
     def __init__(self, config: TopKConfig, say: WarnOnce, passes: Passes, passed: bool, scaled: bool) -> None:
@@ -62,7 +62,7 @@ class Watch:
         self.exchanged = False
         """Whether any backward pass has begun."""
         self.watched: list[_Watched] = []
-        self._sees_all = passed  # whether there are known optimizers, and torch calls hooks after their steps
+        self._sees_all = passed  # whether optimizers are known and torch calls hooks after their steps
         self._pending = False  # whether a backward pass has begun since the last step of the compressed parameters
         self._by_others = 0  # steps of other optimizers since the last one of a known optimizer
         self._bypassed = 0  # steps with gradients before any exchange, up to 2
@@ -79,7 +79,7 @@ class Watch:
         """Called after a step of an optimizer that is watched."""
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
-        """Watches optimizers, in place of those before."""
+        """Watches these optimizers instead of earlier ones."""
         self._unwatch()
         self._sees_all = all(hasattr(each, "_optimizer_step_post_hooks") for each in optimizers)
         checks = self._config.compresses and not self._scaled  # a GradScaler may skip the step of a gradient
@@ -100,7 +100,7 @@ class Watch:
 
     def end_pass(self) -> None:
         """Ends a backward pass, which delivers its gradients."""
-        for each in _watched:  # also by states of other models that share parameters with this one
+        for each in _watched:  # also those of other states, whose models share parameters with this one
             if each.state == "computed" and each.parameter in self.compressed:
                 each.state = "delivered"
 
@@ -124,7 +124,7 @@ class Watch:
     # -------------------------------------------------------------------------------- warnings
 
     def check_others(self, optimizer: Optimizer, known: _Watched | None) -> None:
-        """Warns if another optimizer than the known ones takes the steps; a known one may wrap it and step too."""
+        """Warns if an unknown optimizer takes the steps, unless a known one, which may wrap it, steps too."""
         if known is None:
             moved = (p for p in all_parameters(optimizer) if p.grad is not None)
             if not self._pending or frozenset(self.compressed).isdisjoint(moved):
@@ -145,10 +145,10 @@ class Watch:
             )
 
     def check_bypass(self, optimizer: Optimizer) -> None:
-        """Warns at the second step without an exchange: DDP names unused parameters in the forward pass before it."""
+        """Warns at the second step without an exchange: first, DDP's forward pass may raise for unused parameters."""
         gradients = (p.grad for p in all_parameters(optimizer) if p.grad is not None and p in self.compressed)
         values = (each._values() if each.is_sparse else local_part(each) for each in gradients)
-        # get_state_dict takes a step with zeros. This waits for the device, but nothing is exchanged anyway.
+        # torch's get_state_dict takes a step with zeros. This waits for the device, but nothing is exchanged anyway.
         if self._bypassed < 2 and any(each.any() for each in values):
             self._bypassed += 1
             if self._bypassed == 2:
@@ -156,8 +156,8 @@ class Watch:
                     f"lightning_topk: {type(optimizer).__name__} took a step, but no gradient was exchanged since "
                     "attach: training does not call the attached model. If it calls the module inside, nothing is "
                     "exchanged and the ranks drift apart, as with DDP: call the wrapper. If it calls another wrapper, "
-                    "that exchanges whole gradients: attach that one; with Hugging Face's Trainer it is "
-                    "trainer.model_wrapped."
+                    "that one exchanges whole gradients: attach it instead (with Hugging Face's Trainer it is "
+                    "trainer.model_wrapped)."
                 )
 
     @_disable_dynamo
@@ -165,7 +165,7 @@ class Watch:
         """Warns if a GradScaler that the user did not pass takes this step: it is in a frame above the step's hooks."""
         frame = sys._getframe() if self._config.waits and not self._scaled else None
         while frame is not None:
-            # f_locals keeps a frame's variables alive: read it only of a scaler's own step.
+            # f_locals keeps a frame's variables alive: read it only for a scaler's own step.
             if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
                 self._say(
                     "lightning_topk: a GradScaler scales the loss, but attach got no scaler=. Residuals then count too "
@@ -185,7 +185,7 @@ class Watch:
     def warn_of_loss(self, watched: _Watched) -> None:
         """Warns once of an exchanged gradient that was zeroed before its step.
 
-        Not of one that was not finite, whose step was skipped, by a GradScaler or by hand. Waits for the device.
+        Not once any gradient was not finite: a GradScaler or the user may have skipped its step. Waits for the device.
         """
         if not self._passes.nonfinite_steps:
             watched.stop()
@@ -200,7 +200,7 @@ class Watch:
 class _Watched:
     """An optimizer, and the state of one parameter's gradient, checked whenever backward adds to it.
 
-    A hook of the tensor alone would also be called by ``torch.autograd.grad``, which adds nothing.
+    A tensor hook alone would also run in ``torch.autograd.grad``, which adds nothing to the gradient.
     """
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor | None, owner: Watch) -> None:
@@ -233,11 +233,11 @@ class _Watched:
 
 
 _watched: WeakSet[_Watched] = WeakSet()
-"""All that are in use, of any state."""
+"""All instances in use, of every state."""
 
 
 def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Calls a method while its object lives: the garbage collector does not see what a tensor's hooks refer to."""
+    """Calls a method only while its object lives: the garbage collector cannot see through a tensor's hooks."""
     living: Any = WeakMethod(method)
 
     def call(x: Tensor) -> None:

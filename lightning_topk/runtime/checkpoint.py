@@ -8,9 +8,9 @@ The entry consists of numbers, strings, lists, dicts and CPU tensors, so ``torch
     steps        number of exchanged steps, for schedules and random selectors
     parameters   {name: {"residual": tensor, ...}}
 
-A residual is the gradient not yet delivered: the mean of the workers' residuals plus the servers' residuals, 1 x the
-model at any world size. Every worker resumes with it, at whatever learning rate. Elements are in the order of their
-indices (:data:`.residuals.Form`). Earlier entries have ``units``, which are ignored.
+A residual is the gradient not yet delivered: the mean of the workers' residuals plus the servers' residuals, as large
+as the model at any world size. Every worker resumes with it, at any learning rate. Elements are in the order of their
+indices (:data:`.residuals.Form`). Entries of earlier versions also have ``units``, which are ignored.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def undelivered(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields what a checkpoint keeps: ``residual`` or ``velocity``, a parameter, and ``[numel]`` in index order.
 
-    A tensor is valid until the next one is yielded, so that only one bucket more is in memory. A collective: ``sum_``
+    A tensor is valid until the next one is yielded, so only one more bucket is in memory. A collective: ``sum_``
     adds the shares of the group's ranks in place, on all of them or on one.
     """
     world, wanted = dist.get_world_size(group), {*parameters}
@@ -97,9 +97,9 @@ def undelivered(
 
 
 class _OnRank0:
-    """Refuses ``torch.distributed.checkpoint``, which asks it what to write, where only rank 0 has residuals.
+    """Raises an error when ``torch.distributed.checkpoint`` asks it what to write: only rank 0 has residuals.
 
-    That would save parts of the entries of all ranks, and load only what an entry already has.
+    Otherwise it would save parts of the entries of all ranks, and load only what an entry already has.
     """
 
     def __create_write_items__(self, name: str, value: Any) -> None:
@@ -122,7 +122,7 @@ def absent(reason: str, steps: int = 0) -> dict[str, Any]:
 
 
 def read(names: Mapping[Tensor, str], entry: Mapping[str, Any]) -> tuple[dict[Tensor, dict[str, Tensor]], int]:
-    """The memories of an entry by parameter, for :meth:`.Residuals.restore`, and a checksum of them.
+    """Returns the memories of an entry by parameter, for :meth:`.Residuals.restore`, and their checksum.
 
     Refuses an entry that is damaged or belongs to another model.
     """
@@ -145,7 +145,7 @@ def explain_unreadable() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        known = type(error) is ValueError  # of _check
+        known = type(error) is ValueError  # from _check
         problem = error if known else f"it was damaged ({error!r:.100}), or not written by lightning_topk"
         raise ValueError(
             f"the checkpoint's entry {KEY!r}, which holds the residuals, cannot be used: {problem}. To start with zero "

@@ -16,10 +16,10 @@ from lightning_topk.runtime.groups import Groups, all_gather
 
 
 def perform(request: Request, groups: Groups, place: int, wait: Callable[[dist.Work], None] | None) -> Tensor | None:
-    """Performs a request of an exchange, the one at this ``place`` in it, as a collective.
+    """Performs a request as a collective; ``place`` is its number in the exchange.
 
-    Returns the reply (see the request's class), in memory of the ``groups``; that of an all-reduce in the payload. With
-    ``wait`` the collective runs in the background until that returns.
+    Returns the reply (see the request's class) in memory of the ``groups``, or, of an all-reduce, in the payload. With
+    ``wait``, the collective runs in the background until ``wait`` returns.
     """
     group, payload, device = groups.among[request.among], request.payload, request.payload.device
     if payload.is_cuda and "cuda:gloo" in dist.get_backend_config(group):
@@ -59,7 +59,7 @@ def perform(request: Request, groups: Groups, place: int, wait: Callable[[dist.W
 
 
 def _memory(groups: Groups, place: int, device: torch.device, *shape: int) -> Tensor:
-    """Memory of a reply, uint8, until the next exchange; as much as the largest of all needs."""
+    """Returns memory for a reply, uint8, valid until the next exchange; it grows to the largest reply."""
     nbytes, kept = math.prod(shape), groups.replies.get(place)
     if kept is None or len(kept) < nbytes or kept.device != device:
         kept = groups.replies[place] = torch.empty(nbytes, dtype=torch.uint8, device=device)

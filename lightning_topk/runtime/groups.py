@@ -34,10 +34,10 @@ class Groups:
             node, and ``peers``, those with the same local rank on every node.
         rank: This rank in them.
         world: Their number of ranks.
-        device: This rank's, of the model.
+        device: The model's device on this rank.
         local: Ranks per node.
         timeout: Timeout of their collectives.
-        kind: A later state of the same sub-group reuses closed groups of this kind. None if these have all ranks.
+        kind: A later state of the same sub-group reuses closed groups with this key; None for groups of all ranks.
         second_groups: Groups of the same ranks for a second exchange at the same time; None if there are none.
         replies: Memory for the replies to the requests of an exchange, by their place in it; exchanges take turns.
     """
@@ -75,17 +75,17 @@ class Groups:
     ) -> Groups:
         """Creates groups of a parent's ranks and backend, separate from it. A collective.
 
-        A parent of only some of all ranks may have groups that an earlier state has left. Nodes of ``local``
-        consecutive ranks get groups too if there is a ``hierarchy``. Groups of all ranks that only use gloo get
-        ``second`` ones, unless torch checks collectives before it starts them (:mod:`lightning_topk.runtime.lanes`).
-        NCCL needs none: on a GPU one side stream runs all exchanges.
+        A parent with only some of the ranks may reuse groups of an earlier state. With ``hierarchy``, nodes of
+        ``local`` consecutive ranks get groups too. With ``second``, groups of all ranks that only use gloo get second
+        groups, unless torch checks collectives before it starts them (:mod:`lightning_topk.runtime.lanes`). NCCL needs
+        none: on a GPU one side stream runs all exchanges.
         """
         ranks, mine, kind = dist.get_process_group_ranks(parent or dist.group.WORLD), dist.get_rank(parent), None
         if parent is not None:
             kind = ranks, dist.get_backend(parent), device, timeout, local, hierarchy
             _REUSABLE[:] = [each for each in _REUSABLE if each.all in dist.distributed_c10d._world.pg_map]
             left = {each.all.group_name: each for each in _REUSABLE if each.kind == kind}
-            shared = set.intersection(*map(set, gathered([*left], device, parent)))  # a rank that failed has left none
+            shared = set.intersection(*map(set, gathered([*left], device, parent)))  # a failed rank has left none
             if shared:
                 groups = left[min(shared)]
                 _REUSABLE.remove(groups)
@@ -114,7 +114,7 @@ class Groups:
                 all_gather(payload, torch.zeros_like(payload[:1]), group)
 
     def destroy(self, idle: bool = True, failed: bool = False) -> None:
-        """Destroys the groups, but leaves groups of only some ranks to the next state of the same ranks.
+        """Destroys the groups; but groups of only some ranks are kept for the next state of the same ranks.
 
         If those were destroyed, torch 2.9 would reuse their names, under which the store has the old addresses.
 
@@ -163,7 +163,7 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
 
 
 def on_gpus(group: dist.ProcessGroup | None) -> bool:
-    """Whether ranks exchange CUDA tensors over NCCL: whether gloo does not run all collectives of a group here."""
+    """Whether ranks exchange CUDA tensors over NCCL: False if gloo runs all collectives of the group here."""
     backends = dist.get_backend_config(group)
     return "cpu:gloo" not in backends or ("nccl" in backends and torch.cuda.is_available())
 
@@ -202,7 +202,7 @@ def _own_group(
 
 @contextmanager
 def on_failure(undo: Callable[[], Any]) -> Iterator[None]:
-    """Undoes what this context has opened if any exception ends it, also Ctrl+C: other ranks may wait for this one."""
+    """Calls ``undo`` if any exception ends this context, even Ctrl+C: other ranks may wait for this one."""
     try:
         yield
     except BaseException:
@@ -229,7 +229,7 @@ def connect(
     world, summary = dist.get_world_size(process_group), {**config.summary(), "local_world_size": local_world_size}
     gpus = on_gpus(process_group)
     if config.adapts_momentum:
-        # Steps of optimizers with and without a compiler differ in rounding. It may be installed and not work.
+        # Optimizer steps with and without a compiler differ in rounding. A compiler may be installed but not work.
         needs, works = "numba" if device.type == "cpu" else "triton", ops.fast(device) is not None
         summary[needs] = "in use" if works else "broken" if needs in ops.FAILED else "missing"
     remedy = "Pass the same settings on every rank, and install the same packages."
@@ -246,7 +246,7 @@ def connect(
     by_node = agreed.by_node and 1 < local < world
     groups = Groups.make(process_group, device, timeout, local, by_node, second=agreed.compresses)
     with on_failure(lambda: groups.destroy(failed=True)):
-        # A rank that closed its groups now would break off connections of the others.
+        # A rank that closed its groups before all have connected would break the others' connections.
         gathered(None, device, process_group)
     if uneven and (gpus or local_world_size) and config.topology is None:
         uneven = (

@@ -1,8 +1,8 @@
-"""Backward passes and their jobs: the exchange of one gradient over process groups, and what is known of it then.
+"""Backward passes and their jobs. A job exchanges one gradient over process groups, and then records how.
 
-A lane runs jobs, on CPU in its own thread. Each writes only its own fields, and the thread that runs backward reads
-them when all jobs of the pass have ended. So no two threads write the same place, and nothing here calls the side that
-submits jobs.
+A lane runs the jobs, on CPU in its own threads. A job writes only its own fields, and the thread that runs backward
+reads them when all jobs of the pass have ended. So no two threads write the same place, and nothing here calls the code
+that submits jobs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Mark = Any
 
 
 def mark(device: torch.device) -> Mark:
-    """Marks a point in the caller's work on a device; on a GPU in the current stream."""
+    """Marks a point in the caller's work on a device: on a GPU, in the current stream."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -52,7 +52,7 @@ def seconds(start: Mark, end: Mark) -> float:
 
 @dataclass(eq=False)
 class Pass:
-    """A backward pass whose gradients are exchanged: what its jobs share, and the jobs.
+    """A backward pass whose gradients are exchanged: its jobs, and what they share.
 
     Attributes:
         step: Passes before this one.
@@ -62,10 +62,10 @@ class Pass:
         rates: The learning rates of its gradients.
         measure: Statistics that its jobs measure.
         timed: Whether its jobs are timed.
-        waits: Whether backward waits for each job, so that it hides none of them.
-        clips: Whether the gradients are clipped in the exchange, if a norm was told: if any of them may wait.
+        waits: Whether backward waits for each job, so that none overlaps with it.
+        clips: Whether the exchange clips gradients, if the user passed a norm: whether any of them may wait.
         weighs: Whether jobs measure energies of gradients (:mod:`.shares`).
-        ready: Mark of when the last gradient was ready: from then on, backward hides nothing.
+        ready: Mark of when the last gradient was ready: then no backward work is left to overlap with.
         buckets: The buckets exchanged so far.
         jobs: The exchanges, in the order of submission. Empty gradients have none.
     """
@@ -97,15 +97,15 @@ class Pass:
 
 @dataclass(eq=False)
 class Job:
-    """One gradient to exchange; and the record of that, once the outcome is known.
+    """One gradient to exchange; once ``outcome`` is set, the record of its exchange.
 
     Attributes:
         gradient: The gradient, of any shape; overwritten.
         name: Name in error messages.
-        used: Of each parameter of the bucket, whether this rank used it; None if it used all.
-        clip: The user's clipping; None if nothing was told.
-        codecs: Codecs of what was sent.
-        energies: Of each parameter's gradient, as it entered and as delivered, ``[2, parameters]``; if the pass weighs.
+        used: Whether this rank used each parameter of the bucket; None if it used all.
+        clip: The user's clipping; None if the exchange does not clip.
+        codecs: Codecs of the payloads.
+        energies: ``[2, parameters]``, of each parameter's gradient as it entered and as delivered; if the pass weighs.
         begun, ended: Marks, if the pass is timed.
     """
 
@@ -125,13 +125,13 @@ class Job:
     def run(self, groups: Groups, wait: Callable[[dist.Work], None] | None = None) -> Tensor:
         """Exchanges the gradient over ``groups``, which no other job in progress uses; returns the delivered one.
 
-        With ``wait``, collectives run in the background, and it is called with each. Without, they run in the current
-        stream, or the caller waits. Autograd must be off.
+        With ``wait``, collectives run in the background, and ``wait`` is called with each. Without it, they run in the
+        current stream, or the caller waits. Autograd must be off.
         """
         # Sparse gradients are converted to dense tensors for the exchange, and back afterwards. On a GPU the host waits
         # for that: the size of a sparse tensor depends on data.
         gradient, sparse = self.gradient, self.gradient.is_sparse
-        del self.gradient  # its memory may be freed before the record
+        del self.gradient  # its memory may be freed before this record
         try:
             g = (gradient.to_dense() if sparse else gradient).view(-1)
             if g.numel():
@@ -169,7 +169,7 @@ class Job:
         except StopIteration as stopped:
             outcome: Outcome = stopped.value
         finally:
-            exchange.close()  # of one that failed, at once: what was not delivered returns to the residuals
+            exchange.close()  # after a failure, at once: undelivered entries return to the residuals
         self.ended = mark(g.device) if now.timed else None
         if entered is not None:
             self.energies = torch.stack([entered, shares.energies_of(g, plan.parts.sizes)])

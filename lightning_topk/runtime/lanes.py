@@ -41,7 +41,7 @@ class ThreadLane:
 
     def __init__(self, groups: Groups) -> None:
         self.error: Exception | None = None  # the first of any job
-        self._computing = threading.Lock()  # held by a thread unless it waits
+        self._computing = threading.Lock()  # held by a thread except while it waits
         self._lock = threading.Lock()  # of the error and the promised futures
         self._promised: dict[Job, Future] = {}
         sets = [groups] if groups.second_groups is None else [groups, groups.second_groups]
@@ -166,15 +166,15 @@ class StreamLane:
     SyncBatchNorm, would wait for the previous bucket. An NCCL kernel occupies the GPU until the other ranks have joined
     it. So if a GPU cannot run kernels of two communicators at once, all ranks must start them in the same order. They
     do, since autograd's single thread issues all of them, and the side stream waits for backward's, and so for all
-    earlier collectives. But later ones run beside an exchange, in any order: with NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL
-    2.26) in the host's (:meth:`.TopKState.check_launch_order`). With CUDA_DEVICE_MAX_CONNECTIONS=1 a kernel that waits
-    holds up all that the host issued later: nothing hides the exchange.
+    earlier collectives. But later ones run beside an exchange in any order, unless NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL
+    2.26) keeps the host's (:meth:`.TopKState.check_launch_order`). With CUDA_DEVICE_MAX_CONNECTIONS=1, a kernel that
+    waits holds up all that the host issued later, so nothing overlaps with the exchange.
     """
 
     def __init__(self, device: torch.device, groups: Groups) -> None:
         self._groups, self._device = groups, device
         self.error: Exception | None = None  # the first of any job
-        # Before backward's kernels: other ranks wait for its bytes.
+        # Ahead of backward's kernels, since other ranks wait for this one's bytes.
         self.stream = torch.cuda.Stream(device, priority=-1)
 
     def submit(self, job: Job) -> Future:

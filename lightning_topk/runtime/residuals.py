@@ -1,4 +1,4 @@
-"""Residuals by parameter, since DDP regroups its buckets.
+"""Keeps residuals by parameter, since DDP regroups its buckets.
 
 DDP's first bucket holds the whole model; later buckets follow the order in which gradients arrive, and every ``fit``
 starts anew. A bucket with other parameters, or with the same in another order, gets a new endpoint. The old memories
@@ -29,12 +29,12 @@ from lightning_topk.core.ops import reference
 from lightning_topk.optim.applied import FALL, Rates
 
 TOGETHER = 1 << 21
-"""Elements of memories that are collected together for a checkpoint, if they are in no bucket."""
+"""Elements that a checkpoint collects at once, from memories that are in no bucket."""
 Form = tuple[tuple[int, ...], tuple[int, ...]]
 """A parameter's shape, and its dimensions in the order in which DDP flattens its gradient.
 
-That is the order of memory, which ``channels_last`` changes, if memory has no gaps. Residuals have it too; checkpoints
-use index order, which never changes.
+If memory has no gaps, that is the order of memory, which ``channels_last`` changes. Residuals have the same order;
+checkpoints use index order, which never changes.
 """
 
 
@@ -42,7 +42,7 @@ def form_of(parameter: Tensor) -> Form:
     """The current form of a parameter."""
     dims, shape = range(parameter.ndim), tuple(parameter.shape)
     long = sorted((dim for dim in dims if shape[dim] > 1), key=parameter.stride, reverse=True)
-    order = [*(dim for dim in dims if shape[dim] <= 1), *long]  # strides of the others mean nothing
+    order = [*(dim for dim in dims if shape[dim] <= 1), *long]  # strides of dimensions with one element mean nothing
     return shape, tuple(order if parameter.permute(order).is_contiguous() else dims)
 
 
@@ -61,9 +61,9 @@ def by_memory(flat: Tensor, form: Form) -> Tensor:
 
 @dataclass(eq=False)
 class _Alike:
-    """Parameters of a bucket that are in the same group, ``None`` for no group, and whose rates were always the same.
+    """Parameters of a bucket in the same parameter group (or in none, ``None``), whose rates were always the same.
 
-    ``rate`` is that at which their memories count; None before the step that follows the first exchange.
+    ``rate`` is the learning rate at which their memories count; None until the step after the first exchange.
     """
 
     group: int | None = None
@@ -72,15 +72,15 @@ class _Alike:
 
 @dataclass
 class _Kept:
-    """What a rank keeps of one parameter.
+    """The memories of one parameter on a rank.
 
     Attributes:
         form: The form of the memories.
         parts: Memories by name, ``residual`` and, with momentum on the workers, ``velocity``: ``[numel]``, or a slice
-            of it. They are views of an endpoint's memory, while the parameter has an endpoint.
+            of it. While the parameter has an endpoint, they are views of the endpoint's memory.
         count: Slices of the parameter among the ranks of a node; this rank holds slice ``rank % count``.
         loaded: Whether every rank has the memories in full, from a checkpoint.
-        alike: Those that count at the same rate.
+        alike: The parameters whose memories count at the same rate, including this one.
     """
 
     form: Form
@@ -94,7 +94,7 @@ class _Kept:
         return not any(part.any() for part in self.parts.values())
 
     def spread(self, part: Tensor, numel: int, rank: int, times: int = 1) -> Tensor:
-        """Places this rank's slice, times a factor, in a tensor ``[numel]`` that is zero elsewhere."""
+        """Places this rank's slice, multiplied by ``times``, in a tensor ``[numel]`` that is zero elsewhere."""
         if self.count == 1:
             return part
         rows = part.new_zeros(self.count, len(part))
@@ -113,8 +113,8 @@ class Residuals:
         self.state: Any = None
         """The state that uses them, or the last one that did."""
         self._kept: dict[Tensor, _Kept] = {}
-        self._live: list[Bucket] = []  # those with an endpoint
-        self._scratch = ops.Scratch()  # of a lane
+        self._live: list[Bucket] = []  # buckets with an endpoint
+        self._scratch = ops.Scratch()  # shared by the exchanges of a lane
         self.dropped = Counter[str]()  # parameters whose residuals were dropped since the last warning, by reason
 
     # -------------------------------------------------------------------------------- endpoints
@@ -132,16 +132,16 @@ class Residuals:
         return end
 
     def _lower(self) -> None:
-        """Converts all memories to their own units, to read them; the next exchange of each lifts it again."""
+        """Undoes the lifts of all memories, so that they can be read; the next exchange of a bucket lifts again."""
         for bucket in self._live:
             assert bucket.endpoint is not None
             bucket.endpoint.lift()
 
     def fade(self, bucket: Bucket, rates: Rates) -> float:
-        """The factor of what waits of a bucket in this pass, before its gradient is added.
+        """Returns the factor of a bucket's residual in this pass, before its gradient is added.
 
-        Parameter groups may need different ones. While they differ by less than ``FALL``, the largest is that of all,
-        and the others make up for it later; else the memories of each take their own now.
+        Parameter groups may need different factors. If all are within ``FALL`` of the largest, that one is returned,
+        and the other groups catch up later. Otherwise each group's residual is multiplied by its own factor here.
         """
         group_of, several, reached = bucket.alike or (None, list[_Alike](), None)
         if group_of is not rates.group_of:
@@ -168,7 +168,7 @@ class Residuals:
         return 1.0
 
     def _alike(self, bucket: Bucket, rates: Rates) -> list[_Alike]:
-        """Finds the parameters of a bucket that count at the same rate now, and in each later pass."""
+        """Groups the parameters of a bucket that count at the same rate, now and in every later pass."""
         found: dict[tuple[int | None, float | None], _Alike] = {}
         for p in bucket:
             kept = self._kept[p]
@@ -193,7 +193,7 @@ class Residuals:
         bucket.endpoint = bucket.alike = None
 
     def _fill(self, end: Endpoint, parameters: tuple[Tensor, ...]) -> None:
-        """Moves the memories of the parameters into their new endpoint; drops those that it does not keep."""
+        """Moves the memories of the parameters into their new endpoint; drops those that the endpoint does not keep."""
         self._forget_changed(parameters)
         several = [self._kept.setdefault(p, _Kept(form_of(p))) for p in parameters]
         mine, slices = end.uplink.memory.tensors(), end.plan.parts.slices
@@ -212,7 +212,7 @@ class Residuals:
         if kept.count != count:
             parts = NodeShards((parameter.numel(),), count)
             for name, part in kept.parts.items():
-                # Without slices, each rank is its own worker, one of so many times as many.
+                # Without slices, each rank is a worker of its own, so there are kept.count times as many workers.
                 full = kept.spread(part, parameter.numel(), self.rank, kept.count)
                 kept.parts[name] = full if count == 1 else reference.split_parts(full, parts)[self.rank % count]
         kept.count, kept.loaded = count, False
@@ -243,14 +243,14 @@ class Residuals:
             kept.parts = {name: part.cpu() for name, part in kept.parts.items()}
 
     def keep_only(self, parameters: Iterable[Tensor]) -> None:
-        """Forgets all parameters but these, such as those of a layer that was replaced."""
+        """Forgets all other parameters, such as those of a layer that was replaced."""
         gone = {*self._kept} - {*parameters}
         self.drop_endpoints(gone)
         for parameter in gone:
             self._drop(self._kept.pop(parameter), "the model has no such parameters any more")
 
     def restore(self, memories: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Replaces all memories by a checkpoint's ``[numel]``: the mean over the workers, on every rank."""
+        """Replaces all memories by those of a checkpoint, ``[numel]`` each: the workers' mean, on every rank."""
         for bucket in [*self._live]:
             self._forget_endpoint(bucket)
         self._kept = {p: _Kept(form_of(p), dict(parts), loaded=True) for p, parts in memories.items()}
@@ -278,16 +278,16 @@ class Residuals:
     def shares(
         self, name: str, parameters: Collection[Tensor], world: int, device: torch.device
     ) -> Iterator[tuple[Sequence[Tensor], Tensor, Iterator[Tensor]]]:
-        """Yields this rank's share of the memory ``name`` that ``world`` ranks hold, bucket by bucket.
+        """Yields this rank's share of the memory ``name``, bucket by bucket: the parameters, the share, an iterator.
 
-        The sum of all ranks' shares of the same parameters is the gradient not yet delivered: the mean of the workers'
-        parts, and the servers'. The last item splits the sum into ``[numel]`` for each parameter, also the others of
-        its bucket. All shares of a dtype are made in the same memory, one bucket's, on the device.
+        The shares of all ``world`` ranks sum to the gradient not yet delivered: the mean of the workers' memories, plus
+        the servers'. When the share has become this sum, the iterator splits it into ``[numel]`` for each parameter,
+        including others of the bucket. All shares of a dtype use the same memory, as large as a bucket, on the device.
         """
         self._lower()
         rest = {parameter: number for number, parameter in enumerate(parameters)}
         live = [(each, each.endpoint) for each in self._live if each.endpoint and not rest.keys().isdisjoint(each)]
-        # The order in which lanes made them may differ by rank.
+        # The order in which lanes created the endpoints may differ by rank.
         live.sort(key=lambda each: min(rest[p] for p in each[0] if p in rest))
         for bucket, _ in live:
             for parameter in bucket:
@@ -368,5 +368,5 @@ def _joined(parts: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor) 
     """Joins the memories of parameters: ``[sum of sizes]``, dtype and device of ``like``; zero for missing ones."""
     zero = torch.zeros((), dtype=like.dtype, device=like.device)  # not a whole model's zeros on the CPU
     found = [zero.expand(size) if part is None else part for part, size in zip(parts, sizes, strict=True)]
-    ops.use_here(*found)  # made on another stream, if a checkpoint's, and freed after this
+    ops.use_here(*found)  # a checkpoint's were made on another stream; they are freed after this
     return torch.cat([part.to(like.device, like.dtype) for part in found])

@@ -1,20 +1,20 @@
-"""Shares of a step's bytes: which buckets, and which parameters of a bucket, send how many of their entries.
+"""Divides the bytes of a step among its buckets, and the entries of a bucket among its parameters.
 
-In one bucket all entries compete for the same payload, and where the gradient is large, more of them are sent. Each of
-several buckets sends its own largest entries. If all had the same density, a bucket of large gradients would deliver
-them late: a GPT in three buckets, whose embedding and first layers have nine tenths of the energy, ends training 5 to
-10 % behind dense training. So with ``saving=`` the bytes of a bucket follow the energy of an entry of it, the mean
-square of what it delivers, to the power 5/8: as many as it gets in one bucket, where 54 times the energy got 12 times
-the entries. The bytes of a step stay the same (:func:`lightning_topk.bucket.share_out`).
+Within a bucket, all entries compete for the same payload, so parameters with large gradients send more of them. But
+each bucket sends its own largest entries. If all had the same density, a bucket with large gradients would deliver them
+late: a GPT in three buckets, whose embedding and first layers have nine tenths of the energy, ends training 5 to 10 %
+behind dense training. So with ``saving=``, a bucket's bytes per element grow with its energy per element, the mean
+square of what it delivers, to the power 5/8. A single bucket divides its entries in the same way: there, 54 times the
+energy got 12 times the entries. The bytes of a step stay the same (:func:`lightning_topk.bucket.share_out`).
 
-Within a bucket, a parameter whose gradients are far smaller than the others' would hardly be sent: the layers of a loss
-that counts little beside another one, of a critic beside its actor. So its gradient is *lifted* where it enters the
-exchange, by a power of two that leaves it below half of the bucket's root mean square, and lowered where it is
-delivered. One above a 32nd of that is left alone (:func:`lifts_of`). Of two losses that count 1 and 100, the first ends
-14 % behind dense training then, and not 54 (``reproduce at-size --models "two losses"``).
+Within a bucket, a parameter with far smaller gradients than the others would hardly be sent: for example, the layers of
+a loss with a small weight, or of a critic beside its actor. So its gradient is *lifted* where it enters the exchange,
+by a power of two that leaves it at most half of the bucket's root mean square, and lowered where it is delivered.
+Gradients above a 32nd of the bucket's are not lifted (:func:`lifts_of`). If two losses have weights 1 and 100, the
+first ends 14 % behind dense training instead of 54 % (``reproduce at-size --models "two losses"``).
 
-All ranks must decide alike. They know the same delivered values, but not always times the same loss scale: that of a
-rank that has run out of data stays behind. So rank 0 decides.
+All ranks must decide alike. They see the same delivered values, but a rank that has run out of data has an outdated
+loss scale. So rank 0 decides.
 """
 
 from __future__ import annotations
@@ -35,52 +35,52 @@ from lightning_topk.consensus import gathered
 from lightning_topk.core.link import lengths
 
 FIRST, LIFTS, WEIGHTS = 8, 64, 1024
-"""Passes until the first decision. Each later one comes after twice as many, about lifts at most after ``LIFTS``, and
-about weights, since another plan moves residuals, after ``WEIGHTS``."""
+"""Passes before the first decision. The interval then doubles, up to ``LIFTS`` for lifts, and up to ``WEIGHTS`` for
+weights, since another plan moves residuals."""
 WINDOW = 8
 """Passes that are measured before a decision."""
 CPU = torch.device("cpu")
 LEAST, MOST = 0.1, 10.0
 """Bounds of a bucket's weight."""
 LIFTED = 0.5
-"""Root mean square of a parameter's lifted gradient over that of its bucket, at most."""
+"""Largest root mean square of a lifted gradient, relative to its bucket's."""
 LOWEST, HIGHEST = 16.0, 1024.0
 """Bounds of a lift."""
 TURNS = 16
-"""Passes with different buckets that are known at most."""
+"""Largest number of passes with different buckets to remember."""
 Buckets = tuple[Bucket, ...]
 """Buckets that are always exchanged in the same passes, in order."""
 Energies = Mapping[Bucket, Tensor]
-"""Of each bucket that is not empty, the energies of its parameters as they entered in this worker and as delivered:
-``[2, parameters]``, not finite if what was delivered is not."""
+"""For each nonempty bucket, the energies of its parameters' gradients as they entered in this worker, and as delivered:
+``[2, parameters]``, not finite if a delivered value is not."""
 
 
 @dataclass
 class _Passes:
-    """The passes of some buckets, and the energies of those that were measured since the last decision."""
+    """Number of passes of some buckets, and the energies that were measured since the last decision."""
 
     count: int = 0
-    due: int = FIRST  # at which count it is time to decide
+    due: int = FIRST  # the count at which to decide next
     measured: list[Energies] = field(default_factory=list)
 
 
 class Shares:
-    """Measures the energies of buckets, and decides about their shares.
+    """Measures the energies of buckets, and decides their shares of the bytes.
 
-    Networks, or heads of one, may be trained in turn. Buckets share bytes with those that are always exchanged in the
-    same passes, so that the bytes of every pass stay the same.
+    Networks, or heads of one network, may be trained in turn. Only buckets that are always exchanged in the same passes
+    share bytes, so the bytes of every pass stay the same.
 
-    ``shards`` is the group of all ranks that exchange a shard of the same gradients on this ``device``, if there are
-    several.
+    ``shards`` is the group of the ranks that each exchange a shard of the same gradients, or None; ``device`` is this
+    rank's.
     """
 
     def __init__(self, device: torch.device = CPU, shards: dist.ProcessGroup | None = None) -> None:
         self._device, self._shards = device, shards
         self.turns: list[tuple[Bucket, ...]] = []
-        """All buckets of the passes in turn."""
+        """All buckets of each different pass."""
         self._passes: dict[Buckets, _Passes] = {}
         self.due: list[Buckets] = []
-        """The buckets about which it is time to decide."""
+        """Buckets that share bytes and whose shares are to be decided now."""
 
     def measures(self, first: Bucket) -> bool:
         """Whether the pass that begins with this bucket should be measured."""
@@ -88,7 +88,7 @@ class Shares:
         return any(each[0] in turn for turn in self.turns if turn[0] is first for each in near)
 
     def end_pass(self, buckets: Buckets) -> list[Bucket]:
-        """Counts a pass of all these buckets. Returns those about which earlier decisions end, if there are others."""
+        """Counts a pass with all these buckets. Returns the buckets whose earlier decisions no longer hold."""
         ended: list[Bucket] = []
         if buckets and buckets not in self.turns:
             members = {p for bucket in buckets for p in bucket}
@@ -106,16 +106,16 @@ class Shares:
         return ended
 
     def fold(self, buckets: Buckets, energies: Energies) -> None:
-        """Takes the energies of a pass of all these buckets."""
+        """Records the energies of a pass with all these buckets."""
         for each, passes in self._passes.items():
             if each[0] in buckets:
                 passes.measured.append({bucket: energies[bucket] for bucket in each if bucket in energies})
 
     def decide(self, sizes: Mapping[Bucket, Sequence[int]]) -> tuple[list[float], list[Sequence[float]]]:
-        """The weight of each bucket's bytes, none without energy or before their turn; and the lifts of its parameters.
+        """Returns the weight of each bucket's bytes, or an empty list to keep them; and the lifts of its parameters.
 
-        ``sizes`` are the elements of each parameter of the buckets that are compressed. Buckets and parameters count
-        with the passes that used them. Of those that none used, a bucket has the weight 1, and a parameter keeps its
+        ``sizes`` has the number of compressed elements of each parameter of the buckets. Energies are means over the
+        passes that used a bucket or a parameter. If none did, the bucket's weight is 1, and the parameter keeps its
         lift. Waits for the device.
         """
         passes, self.due = self._passes[tuple(sizes)], [each for each in self.due if each != tuple(sizes)]
@@ -142,14 +142,14 @@ class Shares:
 
 
 def _usual(energies: Iterable[float]) -> float:
-    """The mean of those that are not 0; 0 if there are none."""
+    """The mean of the nonzero energies; 0 if there are none."""
     return fmean([*filter(None, energies)] or [0.0])
 
 
 def lifts_of(energies: Sequence[float], sizes: Sequence[int], before: Sequence[float] = ()) -> Sequence[float]:
-    """How much to lift the gradient of each parameter, from its energy in a worker and its compressed elements.
+    """Returns the lift of each parameter, from the energy of a worker's gradient and the compressed elements.
 
-    See :attr:`.Link.lifts`. A parameter without energy is lifted as ``before``.
+    Empty if none is lifted, see :attr:`.Link.lifts`. A parameter without energy keeps its lift of ``before``.
     """
     pairs = [*zip(energies, sizes, strict=True)]
     square = sum(energy for energy, size in pairs if size) / max(1, sum(sizes))  # the mean of all

@@ -1,4 +1,4 @@
-"""The exchange of one model during its backward passes, for any wrapper.
+"""Exchanges the gradients of one model during its backward passes, whatever the wrapper.
 
 A wrapper's adapter (:mod:`lightning_topk.adapters.ddp`) reports the start of a backward pass and passes on gradients;
 this module turns them into jobs, queues them on the lane, and collects their records between two passes.
@@ -46,7 +46,7 @@ class HookState:
     shards_per_node = 1
     """Ranks of this node, this one included, that each exchange a shard of the same gradients."""
     shards: dist.ProcessGroup | None = None
-    """Those of them that hold the other shards of this rank's parameters, and this one."""
+    """The group of the ranks that hold the shards of this rank's parameters; None if they are not sharded."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class HookState:
         """Backward passes of the run that were exchanged, for schedules and selectors."""
         self.last_buckets: tuple[Bucket, ...] = ()
         self._parent = process_group
-        # Of a sharded model, each rank of the first node is rank 0 of the replicas of its shard.
+        # With a sharded model, self.rank counts the replicas of one shard: it is 0 on every rank of the first node.
         self._say = messages.WarnOnce(announce, self.rank if self.shards_per_node == 1 else dist.get_rank(), note)
         self.buckets = Buckets(self.config, self.world, groups.local)
         self.voting = False
         """Whether the ranks exchange in every step which parameters they used."""
         self.told = False
-        """Whether the user was told what was sent, or another state will tell."""
+        """Whether the user has seen the :meth:`summary`, or a later state will show it."""
         clipping = Clipping(self.world // (self.local if self.config.by_node else 1), self.shards)
         self.shares = Shares(device, self.shards)
         self.telemetry = telemetry = Telemetry(self.rank, self.shards_per_node, clipping, self.shares)
@@ -91,8 +91,8 @@ class HookState:
         self._lane: StreamLane | ThreadLane | None = None
         self.current: Pass | None = None
         """The backward pass in progress."""
-        self._last: Pass | None = None  # the one before, which may be in flight
-        self._unchanged = 0  # passes with the same buckets as the pass before
+        self._last: Pass | None = None  # the previous pass, which may be in flight
+        self._unchanged = 0  # consecutive passes with the same buckets
         with on_failure(self.close):
             self.residuals.move_to(self, self.rank, self.local if self.config.by_node else 1)
             self._collect()
@@ -125,9 +125,9 @@ class HookState:
         return self.groups
 
     def begin_pass(self, waits: bool = False) -> None:
-        """Begins a backward pass, before its first gradient; one that has begun and did not end is dropped.
+        """Begins a backward pass, before its first gradient; drops a pass that began and did not end.
 
-        Backward ``waits`` for each exchange, or hides it.
+        ``waits``: whether backward waits for each exchange instead of overlapping with it.
         """
         self._collect()
         self.optimizers.begin_pass()
@@ -150,7 +150,7 @@ class HookState:
         )
 
     def _share_out(self, buckets: tuple[Bucket, ...]) -> None:
-        """Divides the bytes of a step anew among its buckets and their parameters, as rank 0 decides. A collective."""
+        """Redistributes the bytes of a step among its buckets and their parameters, as rank 0 decides. A collective."""
         sizes = {bucket: self.buckets.plan_of(bucket).compressed_sizes for bucket in buckets}
         groups = self.open_groups()
         with every_rank("dividing a step's bytes among its buckets"):
@@ -159,7 +159,7 @@ class HookState:
             steps = [turn for turn in self.shares.turns if buckets[0] in turn]
             self.buckets.share(dict(zip(buckets, weights, strict=True)), steps)
         for bucket, its in zip(buckets, lifts, strict=True):
-            bucket.lifts = its if bucket.dtype != torch.float16 else ()  # which may overflow
+            bucket.lifts = its if bucket.dtype != torch.float16 else ()  # lifted float16 may overflow
         messages.LOGGER.debug("the buckets' shares of the bytes, over their mean: %s; lifts: %s", weights, lifts)
 
     def exchange(
@@ -167,8 +167,8 @@ class HookState:
     ) -> Future:
         """Queues the exchange of a bucket's gradient in this pass.
 
-        ``gradient`` ``[numel]`` is overwritten with the mean of all ranks, the future's result. ``used``
-        says of each parameter whether this rank used it; None if it used all. Errors have the ``name``.
+        ``gradient`` ``[numel]`` is overwritten with the mean over all ranks, which is also the future's result.
+        ``used`` says whether this rank used each parameter; None if it used all. ``name`` appears in errors.
         """
         lane, now = self._lane or self.lane(gradient.device), self.current or self._outside_pass("exchange")
         bucket, clipping, clip = self.buckets.find(parameters), self.optimizers.clipping.estimate, None
@@ -182,17 +182,17 @@ class HookState:
         if now.clips and clipping.limits:
             clip = clipping.of(bucket, gradient.device)
         job = Job(gradient, bucket, plan, name, used, clip, now)
-        now.jobs += [job] * (gradient.numel() > 0)  # an empty one is not exchanged
+        now.jobs += [job] * (gradient.numel() > 0)  # an empty gradient is not exchanged
         return lane.submit(job)
 
     def held_by_optimizers(self, members: Collection[Tensor]) -> Collection[Tensor]:
-        """The parameters of members of buckets, as optimizers hold them, in order: here the members themselves."""
+        """Returns the tensors that optimizers hold for members of buckets, in order: here the members themselves."""
         return members
 
     def end_pass(self, ready: Any = None) -> None:
-        """Ends the backward pass, whose last gradient was submitted.
+        """Ends the backward pass, after its last gradient was submitted.
 
-        ``ready`` marks when it was ready, if it is timed and that is not now.
+        ``ready`` marks when that gradient was ready, if the pass is timed; default: now.
         """
         self._last = now = self.current or self._outside_pass("end_pass")
         self.current = None
@@ -211,7 +211,7 @@ class HookState:
         self.steps, self.last_buckets = self.steps + 1, tuple(buckets)
         if changed := self.buckets.plan_together(buckets):
             messages.LOGGER.debug("the density of %d of %d buckets has changed", changed, len(buckets))
-        if saves and self._unchanged == 2:  # final: DDP regroups after the first pass, or the second
+        if saves and self._unchanged == 2:  # the buckets are final: DDP regroups after the first or second pass
             self._say(*messages.saving_warnings(self.buckets, buckets, self.predicted()))
 
     def _outside_pass(self, method: str) -> NoReturn:
@@ -227,7 +227,7 @@ class HookState:
         return self.telemetry.report()
 
     def summary(self) -> str:
-        """Says what this rank sent in a step so far, on average, and instead of what; empty if nothing."""
+        """Compares what this rank sent per step so far, on average, with a dense exchange; empty if it sent nothing."""
         self.telemetry.collect()
         return messages.sent_message(self.config, self.telemetry.sent, self.telemetry.passes)
 
@@ -250,10 +250,10 @@ class HookState:
     def state_dict(self) -> dict[str, Any]:
         """Returns residuals for a checkpoint. Every rank must call it at the same point, between two backward passes.
 
-        A closed state has its residuals too.
+        It also works after :meth:`close`.
 
         Returns:
-            On rank 0, the entry that :mod:`lightning_topk.runtime.checkpoint` describes; elsewhere no tensors.
+            On rank 0, the entry that :mod:`lightning_topk.runtime.checkpoint` describes; on others, without tensors.
 
         Raises:
             RuntimeError: It was called within a backward pass.
@@ -263,7 +263,7 @@ class HookState:
         return checkpoint.collect(self.residuals, self.steps, self.names, self.config, self.device, group)
 
     def check_between_passes(self, method: str = "state_dict") -> None:
-        """Refuses a call within a backward pass, whose exchanges write the residuals."""
+        """Refuses a call within a backward pass, since its exchanges write the residuals."""
         now, failed = self.current, self._lane is not None and self._lane.error is not None
         jobs = [job for each in (now, self._last) if each is not None for job in each.jobs]
         in_flight = not failed and not all(job.outcome for job in jobs)
@@ -291,7 +291,7 @@ class HookState:
         self._agree_on_entry({"the step count": entry["steps"], "the checksum of residuals": checksum})
         self.residuals.restore(memories)
         self.steps, rates = entry["steps"], self.optimizers.rates
-        if rates is not None:  # no step has followed
+        if rates is not None:  # no step has been taken since
             self.optimizers.rates = rates._replace(last=(None,) * len(rates.last))
 
     def _agree_on_entry(self, loaded: Mapping[str, int]) -> None:
@@ -301,14 +301,14 @@ class HookState:
             check_agreement(loaded, remedy, self.device, self.open_groups().all)
 
     def __deepcopy__(self, memo: Any) -> HookState:
-        """Returns the state itself, which belongs to its process groups: copies of what refers to it may be kept."""
+        """Returns the state itself, so that objects that refer to it can be copied: its process groups cannot."""
         return self
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} cannot be saved. Save what its state_dict() returns.")
 
     def close(self) -> None:
-        """Ends the lane and releases the process groups, but keeps the residuals. Tells the :meth:`summary`."""
+        """Ends the lane and releases the process groups, but keeps the residuals. Shows the :meth:`summary`."""
         idle = self._lane is None or self._lane.close()
         self._collect()
         if not self.told:
@@ -320,7 +320,7 @@ class HookState:
 
 
 def _check_arguments(config: TopKConfig, epoch: Any, has_optimizers: bool) -> None:
-    """Refuses settings that would have no effect, or one too many, without an argument that was not passed."""
+    """Refuses settings that need ``epoch`` or optimizers where these were not passed."""
     if epoch is not None:
         check_function("epoch", epoch)
     by_epoch = [r for r in (config.ratio, config.server_ratio) if isinstance(r, Schedule) and r.by_epoch]

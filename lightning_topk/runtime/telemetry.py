@@ -1,7 +1,7 @@
 """Folds the records of whole passes into reports of one rank's exchanges: bytes, times and compression errors.
 
-A pass is folded once, when all its exchanges have ended. Until then, also in the middle of a backward pass and from any
-thread, reports and counts are those of the passes before.
+A pass is folded once, when all its exchanges have ended. Until then, even in the middle of a backward pass and from any
+thread, reports and counts cover only earlier passes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Report:
         elements: Gradient elements exchanged.
         k: Capacity of this worker's payloads in entries.
         measured: Buckets whose error was measured, and the outcomes of their exchanges.
-        timed: Of each pass that was timed: its jobs, and the mark from which on backward hid nothing of its exchanges
-            (None if it waited for each).
+        timed: For each timed pass, its jobs, and the mark after which no backward work was left to overlap with them
+            (None if backward waited for each).
     """
 
     bytes: Volume = field(default_factory=Volume)
@@ -45,7 +45,7 @@ class Report:
 
     @cached_property
     def energy(self) -> Tensor:
-        """``[2, 2]`` float64 on the CPU: of uplink and downlink (rows), ‖a‖² and ‖a - C(a)‖² (columns).
+        """``[2, 2]`` float64 on the CPU: for uplink and downlink (rows), ‖a‖² and ‖a - C(a)‖² (columns).
 
         They are sums over this worker's and this server's buckets, zero unless measured. Waits for the device.
         """
@@ -68,7 +68,7 @@ class Report:
 
     @cached_property
     def times(self) -> tuple[float, float]:
-        """Seconds spent in exchanges, and the part after the last gradient was ready, which backward could not hide.
+        """Seconds spent in exchanges, and the part after the last gradient was ready, which overlaps with no backward.
 
         Time that several exchanges share counts once. Zero unless timed. Waits for the device until they have ended.
         """
@@ -96,7 +96,7 @@ class Telemetry:
         self._report = Report()
         self.sent, self.passes = Volume(), 0
         """The bytes of all passes of the run, and their number."""
-        self._exchanged: list[tuple[BucketPlan, Codecs, bool]] = []  # by the last pass, and whether parameters voted
+        self._exchanged: list[tuple[BucketPlan, Codecs, bool]] = []  # in the last pass, and whether ranks voted
         self._counted = Volume(), 0, 0  # its bytes, elements and capacity
         self._nonfinite_steps: Tensor | int = 0
         self._nonfinite_reported: Tensor | int = 0

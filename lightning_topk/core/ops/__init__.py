@@ -36,8 +36,8 @@ def fast(device: torch.device) -> Any | None:
     module, needs = ("cpu", "numba") if device.type == "cpu" else ("cuda", "triton")
     if device.type not in ("cpu", "cuda") or find_spec(needs) is None:
         return None
-    # Compiling may take tens of seconds. Python runs signal handlers in the main thread, and what they raise must not
-    # count as a failure to compile: the other thread can only fail by compiling.
+    # Compiling may take tens of seconds. Python runs signal handlers in the main thread, and an exception that they
+    # raise must not count as a failure to compile. So another thread compiles.
     executor = ThreadPoolExecutor(1)
     try:
         version = executor.submit(_compiled_once, module, device)
@@ -73,27 +73,27 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def use_here(*several: Tensor) -> None:
-    """Keeps the memory of tensors that were possibly created on another stream until the current one has used them."""
+    """Keeps the memory of tensors that may come from another stream until the current one has used them."""
     for each in several:
         if each.is_cuda:
             each.record_stream(torch.cuda.current_stream(each.device))
 
 
 def separate(x: Tensor) -> Any:
-    """The version whose functions each do one step with ``x``: of selecting, or of coding positions."""
+    """Returns the version whose functions do single steps with ``x``, such as selecting or coding positions."""
     return (fast(x.device) if on_cpu(x) else None) or reference
 
 
 class Scratch:
-    """Memory of a GPU that exchanges share, one after the other in one stream: as much as the largest needs."""
+    """GPU memory that the exchanges of a stream use one after the other; as large as the largest needs."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0), torch.empty(0)  # zeros, which each leaves as zeros after the first 8, and others
+        self.memory = torch.empty(0), torch.empty(0)  # zeros (each use clears all but the first 8 again), and others
 
     def take(
         self, device: torch.device, zeros: Sequence[int], others: Sequence[int]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Returns int32 tensors of at least these sizes, the former zero; each begins at a multiple of 16 bytes."""
+        """Returns int32 tensors of at least these sizes, aligned to 16 bytes; those of ``zeros`` are zero."""
         sizes = [[-(-size // 4) * 4 for size in several] for several in (zeros, others)]
         need, now = [*map(sum, sizes)], [len(x) if x.device == device else 0 for x in self.memory]
         if now[0] < need[0] or now[1] < need[1]:
@@ -104,25 +104,25 @@ class Scratch:
         return first[: need[0]].split(sizes[0]), second[: need[1]].split(sizes[1])
 
 
-Limit = tuple[float, Tensor]  # times of a gradient's norm that count; and the row of a limit, see :class:`.Clip`
+Limit = tuple[float, Tensor]  # factor of a gradient's norm, and the row of a limit, see :class:`.Clip`
 Sender = Callable[..., Tensor | None]  # ``send(x, form, delivered, scale, fade, limit)``, see :func:`sender`
 
 
 def sender(
     e: Tensor, layout: Layout, delivered: torch.dtype | None, exact: bool = False, scratch: Scratch | None = None
 ) -> Sender | None:
-    """The function that sends from a residual ``e`` ``[numel]`` in one pass over memory; None if there is none.
+    """Returns a function that sends from a residual ``e`` ``[numel]`` in one pass over memory; None if there is none.
 
     It multiplies ``e`` by the number ``fade``, adds ``x`` ``[numel]``, divided by the scalar ``scale``, zeroes ``x``,
     and moves the k largest magnitudes of every shard to payloads ``[shards, P]`` uint8, which it returns; ``e`` keeps
     the wire's rounding error, and that of ``delivered``, the dtype of the receivers' output. If ``x`` is not finite,
-    ``e`` only fades, and every value in the payloads is NaN. It returns None if it cannot do that, without effect on a
-    finite ``x``: then add, select, encode and keep one after the other, with the same result. All are contiguous, and
-    ``e`` is finite.
+    ``e`` only fades, and every value in the payloads is NaN. All tensors are contiguous, and ``e`` is finite.
 
-    On a GPU it also clips x to a ``limit``.
+    It returns None if it cannot do that, without effect on a finite ``x``: the caller then adds, selects, encodes and
+    keeps in separate steps, with the same result.
 
-    On a GPU it may send fewer than the k largest, unless ``exact`` rules it out; it works in the ``scratch`` memory.
+    On a GPU it also clips ``x`` to a ``limit``, works in ``scratch`` memory, and may send fewer than the k largest,
+    unless ``exact`` forbids it.
     """
     version = fast(e.device)
     return version.sender(e, layout, delivered, exact, scratch or Scratch()) if version is not None else None
@@ -135,12 +135,12 @@ def receive(
     """Decodes payloads, divides the values by ``divisor``, a power of two, and multiplies them by the loss ``scale``.
 
     Adds them to ``out`` ``[numel]`` or ``[parts, numel]``, contiguous. Row r of the payloads ``[R, P]`` uint8 belongs
-    to shard r of the layout, and the rows after the last shard to the next part of ``out``; if the layout has one shard
-    and ``out`` one part, every row belongs to it; rows are then added in order if ``ordered``, else in any order on a
-    GPU, where the last bits of a sum may differ each time. Rejects damaged payloads.
+    to shard r of the layout, and the rows after the last shard to the next part of ``out``. With one shard and one
+    part, all rows belong to it. They are added in order if ``ordered``. Otherwise a GPU adds them in any order, and the
+    last bits of a sum may differ each time. Rejects damaged payloads.
 
-    Returns whether all values are finite, a scalar bool. Or None, without effect, if no function does all that: then
-    decode and add, with the same result. A GPU keeps in ``bound`` what is the same for all payloads of a form.
+    Returns a scalar bool, whether all values are finite; or None, without effect, if no fast function can do this: the
+    caller then decodes and adds. A GPU caches in ``bound`` what is the same for all payloads of a form.
     """
     version = fast(out.device)
     return version and version.receive(payloads, layout, form, divisor, out, scale, ordered, bound)
@@ -149,7 +149,7 @@ def receive(
 def split_parts(x: Tensor, parts: NodeShards, pieces: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
     """Splits a bucket ``[numel]`` among the ranks of a node: ``[count, parts.numel]``.
 
-    If ``x`` is not finite, every row begins with NaN, so that no rank sends its part. ``pieces`` are those of
+    If ``x`` is not finite, every row begins with NaN, so that no rank sends its part. ``pieces`` returns those of
     :class:`lightning_topk.core.endpoint.Endpoint`.
     """
     version = _kernels_for(x)
@@ -183,7 +183,7 @@ def _kernels_for(bucket: Tensor) -> Any | None:
 
 
 Kind = tuple[torch.device, torch.dtype, torch.dtype]
-"""The device of parameters that are stepped in one launch, and the dtypes of their momentum buffers and gradients."""
+"""What parameters stepped in one launch have in common: device, dtype of momentum buffers, dtype of gradients."""
 
 
 def kind_of(stepped: Stepped) -> Kind | None:
@@ -201,8 +201,8 @@ def kind_of(stepped: Stepped) -> Kind | None:
 class CatchUp:
     """Steps the momentum buffers of parameters, all of a kind in one launch; see :func:`.reference.catch_up_`.
 
-    It serves all steps that differ only in numbers of the rules, not in their forms, and in addresses: the same tensors
-    with other gradients of the same dtypes and memory formats.
+    An instance serves all steps with the same tensors and rules of the same forms. The numbers in the rules may change,
+    and the gradients may be other tensors with the same dtypes and memory formats.
     """
 
     def __init__(self, several: Sequence[Stepped], rules: Sequence[Rule]) -> None:
@@ -218,7 +218,7 @@ class CatchUp:
     def __call__(
         self, gradients: Sequence[Tensor], rules: Sequence[Rule], scale: Tensor | None, skipped: Tensor | None
     ) -> None:
-        """Takes a step of rules in which ``Stepped.rule`` is an index."""
+        """Takes a step; ``Stepped.rule`` is an index into ``rules``."""
         for place, each in self._singly:
             reference.catch_up_(each._replace(gradient=gradients[place]), rules[each.rule], scale, skipped)
         for places, launch in self._together:
@@ -226,7 +226,7 @@ class CatchUp:
 
 
 def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
-    """Takes the signs that :class:`CatchUp` has counted in the last step; see :func:`.reference.fold_signs_`."""
+    """Adds the signs that :class:`CatchUp` counted in the last step; see :func:`.reference.fold_signs_`."""
     version = None if on_cpu(counts) else fast(counts.device)
     (version or reference).fold_signs_(counts, fresh, ratio)
 

@@ -26,7 +26,7 @@ salts = random.Random()  # seeds of samples; the selection does not depend on th
 
 
 def attempt(device: torch.device) -> None:
-    """Compiles and runs a function; raises an exception if numba does not work, also with NUMBA_DISABLE_JIT=1."""
+    """Compiles and runs a function; raises an exception if numba does not work, as with NUMBA_DISABLE_JIT=1."""
     topk_index(torch.ones(1, SAMPLE, dtype=torch.float32, device=device), 1)
 
 

@@ -18,7 +18,7 @@ number of workers. They read the gradient twice and the residual once, and write
     cumsum      of both
     add         values to the vector, unless the words have another sum than they should
 
-One more marks a bucket with NaN unless all that was delivered is finite.
+One more launch marks a bucket with NaN unless all delivered values are finite.
 
 Each launch is the barrier for what the next one reads: within a launch no program reads what another one writes. Sizes
 follow from integers that the host knows. The current device must be that of the tensors, as in a lane. If fewer than k
@@ -57,7 +57,7 @@ FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 def attempt(device: torch.device) -> None:
-    """Compiles kernels and launches them in both ways; raises an exception if Triton does not work."""
+    """Compiles kernels and launches them, new and kept; raises an exception if Triton does not work."""
     e, x = torch.zeros(2, TILE, dtype=torch.float32, device=device).unbind()
     form, layout = PayloadFormat(TILE, 1, 32, 1.0, 4, 12, 3, 12, 0), Layout(TILE)
     send = Send(e, layout, Scratch())
@@ -71,13 +71,13 @@ def attempt(device: torch.device) -> None:
 class Launcher:
     """Binds kernels to their grids and arguments, for launches on the current stream of a device.
 
-    Triton compiles a kernel for each combination of dtypes, constants and alignments, and derives it from every
-    argument of every launch, which takes the host longer than the rest. So kernels are kept by the ``combination`` of
-    all that differs: tensors stand for their dtypes and alignments, and ``version`` for constants that differ between
-    launches of one kernel. Integers above 31 bits are another combination; if the ``largest`` is, none is kept.
+    Triton compiles a kernel for each combination of dtypes, constants and alignments. At every launch it derives the
+    combination from all arguments, which takes the host longer than the rest. So compiled kernels are kept by the
+    ``combination`` of all that differs: a tensor stands for its dtype and alignment, and ``version`` for constants that
+    differ between launches of one kernel. Integers above 31 bits need others; if ``largest`` is one, none is kept.
 
     Attributes:
-        ready: Whether all kernels were compiled before. If not, what is bound must be used once only.
+        ready: Whether all kernels were compiled before. If not, the bound launches must be used only once.
     """
 
     def __init__(self, device: torch.device, largest: int, *combination: Any) -> None:
@@ -89,7 +89,7 @@ class Launcher:
     def __call__(
         self, kernel: Any, grid: tuple[int, ...], *arguments: Any, version: int = 0, **options: Any
     ) -> Callable[..., None]:
-        """Returns a function that launches the kernel with these arguments and those that it gets."""
+        """Returns a function that launches the kernel with these arguments, followed by its own."""
         known = self._compiled.get((kernel, version))
         if known is not None:
             handles = getattr(known, "function", None), getattr(known, "packed_metadata", None)
@@ -123,7 +123,7 @@ class Send:
     """Sends from a residual ``e`` ``[numel]``, see :func:`lightning_topk.core.ops.sender`.
 
     Launches are bound once for a format, in memory that all sends of a stream share. If fewer than k entries of a shard
-    are sent, its payload ends in zeros. The payloads stay as they are until the next send.
+    are sent, its payload ends in zeros. The payloads are valid until the next send.
     """
 
     def __init__(self, e: Tensor, layout: Layout, scratch: Scratch) -> None:
@@ -225,8 +225,8 @@ def receive(
     """See :func:`lightning_topk.core.ops.receive`. A damaged payload fails an assertion on the device.
 
     Workers' values for one vector are added by atomic operations in any order, so two runs may differ in the last bit.
-    Ranks do not if one server alone computes each sum. Where every rank does, it must be ``ordered``: one launch for
-    each worker fixes the order, as with ``torch.use_deterministic_algorithms``.
+    Ranks do not differ if one server computes each sum. Where every rank computes it, pass ``ordered``: one launch for
+    each worker then fixes the order, as with ``torch.use_deterministic_algorithms``.
     """
     if out.dtype not in FLOATS or form.low > LOW or not form.bits or not layout.full_blocks:
         return None
@@ -306,7 +306,7 @@ def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
 
 
 CAPTURED: list[Any] = []
-"""Tables, and what they were copied from, which replays of CUDA graphs read again; some kilobytes of each graph."""
+"""Tables and their sources on the host, which replays of CUDA graphs read again; some kilobytes per graph."""
 
 
 class CatchUp(AddressTable):

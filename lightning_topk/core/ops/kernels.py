@@ -32,7 +32,7 @@ def launched(kernel: Callable[..., Any]) -> Any:
 
 @launched
 def squares(sums, numel, TILE: tl.constexpr, x):
-    """The sum of squares of ``x`` by programs, of which each takes every so many tiles."""
+    """Stores each program's sum of squares of ``x``; a program takes every ``num_programs``-th tile."""
     total = tl.zeros((TILE,), tl.float32)
     for begin in range(tl.program_id(0).to(tl.int64) * TILE, numel, tl.num_programs(0) * TILE):
         at = begin + tl.arange(0, TILE)
@@ -49,12 +49,12 @@ def survey(
 ):  # fmt: skip
     """Sets ``state[0]`` if ``x`` has a NaN or an infinity, and samples magnitudes of ``fade e + x``.
 
-    If x is CLIPPED, its norm is the root of the ``parts`` of ``sums``, without the scale, and ``times`` as long. Its
-    excess is the norm times the slope, ``row[1]``, if that is above 1. Then x is divided by the scale and the excess,
-    whose product goes to ``row[0]``, the excess to ``row[2]``, and the norm over it to ``row[3]`` (:class:`.Clip`).
+    If x is CLIPPED, its norm is the root of the total of ``sums[:parts]``, over the scale, times ``times``. The excess
+    is the norm times the slope, ``row[1]``, at least 1. Then x is divided by the scale times the excess, which goes to
+    ``row[0]``; the excess goes to ``row[2]``, and the norm over the excess to ``row[3]`` (:class:`.Clip`).
 
-    The sample has one random entry of each of ``count`` windows of ``stride`` entries, which one follows from the
-    number of sends before, ``state[3]``; a program takes ``each`` of them. ``bins`` counts magnitudes by the bits from
+    The sample has one random entry of each of ``count`` windows of ``stride`` entries, drawn anew in each send by the
+    number of earlier sends, ``state[3]``; a program takes ``each`` windows. ``bins`` counts magnitudes by the bits from
     SHIFT on: exponent and the first bits of the mantissa. The sample is small and there are 64 bins for a factor of
     two, so few of these atomic operations share an address.
     """
@@ -100,9 +100,9 @@ def _inverse(scale, SCALED: tl.constexpr):
 
 @launched
 def threshold(bins, state, rank, SHIFT: tl.constexpr, ROOT: tl.constexpr):
-    """The lower end of the bin with the entry of that ``rank``, as bits, to ``state[1]``; ``state[0]`` to ``state[2]``.
+    """Stores the lower end of the bin with the entry of this ``rank`` in ``state[1]``, as bits.
 
-    At least the smallest normal number. There are ROOT x ROOT bins.
+    It is at least the smallest normal number. There are ROOT x ROOT bins. Also copies ``state[0]`` to ``state[2]``.
     """
     lane = tl.arange(0, ROOT)
     row, left = _digit(tl.sum(tl.load(bins + lane[:, None] * ROOT + lane[None, :]), axis=1), rank, ROOT)
@@ -113,9 +113,9 @@ def threshold(bins, state, rank, SHIFT: tl.constexpr, ROOT: tl.constexpr):
 
 @triton.jit
 def _digit(counts, rank, BINS: tl.constexpr):
-    """The bin with the entry of a rank, the largest first, and the entry's rank among those of its bin."""
+    """Finds the entry of a rank, counted from the largest: returns its bin, and its rank in the bin."""
     bin = tl.arange(0, BINS)
-    reached = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts >= rank  # with all above: not ascending
+    reached = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts >= rank  # counted from the top: descending
     digit = tl.maximum(tl.sum(reached.to(tl.int32), axis=0) - 1, 0)
     return digit, rank - tl.sum(tl.where(bin > digit, counts, 0), axis=0)
 
@@ -127,8 +127,8 @@ def move(
 ):  # fmt: skip
     """``e = fade e + x; x = 0``; sets a bit for every entry that reaches the threshold.
 
-    ``state`` is :func:`threshold`'s. ``counts`` ``[shards, turns]`` is their number in every block of a shard. Clears
-    what :func:`survey` will set in the next send, and counts this one.
+    :func:`threshold` has set ``state``. ``counts`` ``[shards, turns]`` gets the number of these entries in every block.
+    Clears what :func:`survey` will set in the next send, and counts this send.
     """
     for first in range(tl.program_id(0) * TILE, BINS, tl.num_programs(0) * TILE):
         tl.store(bins + first + tl.arange(0, TILE), tl.zeros((TILE,), tl.int32))
@@ -200,9 +200,9 @@ def _set_bits(word):
 
 @launched
 def tally(value, ends, digits, kth, capacity, turns, k, LEVEL: tl.constexpr, TILE: tl.constexpr):
-    """Counts candidates by a digit of their magnitude's bits, of those that share the digits before with the k-th.
+    """Counts the candidates that share the earlier digits of the k-th largest magnitude, by their next digit.
 
-    A program counts its own first, since most candidates are near the threshold and would wait for few addresses.
+    Each program counts its own first: most candidates are near the threshold and would contend for few addresses.
     """
     BINS: tl.constexpr = 2048 if LEVEL == 0 else 1024
     tile, row = tl.program_id(0), tl.program_id(1)
@@ -272,7 +272,7 @@ def choose(
     """Stores the k candidates of largest magnitude, in order; of equal ones, the first. Padding has value 0.
 
     Also sets the bits of their high parts: ``words`` are payloads of ``width`` words, zero from bit ``begin`` on.
-    Their last word becomes ``check`` less all words that are written. Clears the ``digits`` for the next send.
+    Their last word becomes ``check`` minus all words that are written. Clears the ``digits`` for the next send.
     """
     tile, row = tl.program_id(0), tl.program_id(1)
     bits, inside, total = _candidates(value, ends, row, tile, capacity, turns, TILE)
@@ -428,10 +428,10 @@ def add(
     SCALED: tl.constexpr, BITS: tl.constexpr, LOW: tl.constexpr, BY_SHARD: tl.constexpr, SHARED: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, payload, out, flags, scale, first,
 ):  # fmt: skip
-    """Adds decoded values, times their ``share`` and perhaps the loss ``scale``, to ``out``. Rows from ``first`` on.
+    """Adds decoded values, times ``share`` and perhaps the loss ``scale``, to ``out``, for the rows from ``first`` on.
 
     ``ends`` are the running sums of ``counts``, over all rows. Clears ``flags[0]`` if the words of a row do not sum to
-    ``check``, and adds nothing of it; clears ``flags[1]`` if a value is not finite. BY_SHARD: whether row r belongs to
+    ``check``, and adds none of it; clears ``flags[1]`` if a value is not finite. BY_SHARD: whether row r belongs to
     shard ``r % shards`` of part ``r // shards`` of ``out``, ``[parts, numel]``; else every row covers all of it.
     SHARED: whether other rows are added at the same time.
     """
@@ -476,7 +476,7 @@ def add(
     if out.dtype.element_ty == tl.bfloat16:
         value = tl.where(value == value, _from_bf16(_to_bf16(value)), value)
     value = value.to(out.dtype.element_ty)
-    wanted = wanted & (position >= 0) & (position < universe)  # unless two errors have cancelled out in the sum, all
+    wanted = wanted & (position >= 0) & (position < universe)  # always true unless two errors cancel in the sum
     bad = wanted & ~(tl.abs(value.to(tl.float32)) <= LARGEST)
     tl.store(flags + 1, 0, mask=tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) != 0)
     wanted = wanted & (value != 0)  # padding is 0, and repeats a position
@@ -492,7 +492,7 @@ def add(
 
 @launched
 def copy_parts(bucket, rows, bad, owner, table, part, JOIN: tl.constexpr, TILE: tl.constexpr):
-    """Copies a bucket to the rows ``[count, part]`` of a node's ranks, padded with zeros; or, to JOIN them, back.
+    """Copies a bucket to the rows ``[count, part]`` of a node's ranks, padded with zeros; or back, if JOIN.
 
     Every program copies a piece of one parameter's slice; see :meth:`lightning_topk.core.endpoint.Endpoint.pieces`.
     Sets ``bad`` if a value of the bucket is not finite.
@@ -561,7 +561,7 @@ def fold_signs(
     counts, fresh, ratio,
     RANGES: tl.constexpr, KEPT: tl.constexpr, PRIOR: tl.constexpr, CERTAIN: tl.constexpr, HALF_PI: tl.constexpr,
 ):  # fmt: skip
-    """Takes the signs of the last step, see ``reference.fold_signs_``. A program has the row of a parameter."""
+    """Adds the signs of the last step, see ``reference.fold_signs_``. Each program takes one parameter's row."""
     place = tl.program_id(0) * RANGES + tl.arange(0, RANGES)
     other, same = tl.load(counts + 2 * place), tl.load(counts + 2 * place + 1)
     new_other, new_same = tl.load(fresh + 2 * place), tl.load(fresh + 2 * place + 1)
@@ -625,7 +625,7 @@ def catch_up(
     less = tl.where(d == 0, g, tl.where(memory == 0, g, g * tl.sqrt(share)))
     compared, same = here & compares & (d > 0) & (b != 0), (g > 0) == (b > 0)
     place = ((d + 1.0).to(tl.int32, bitcast=True) >> 23) - 127  # of the range of d + 1: the exponent
-    # A histogram adds a tile's signs at once; places 0 and 1 are of d = 0, and take those that are not compared.
+    # A histogram adds a tile's signs at once. Places 0 and 1, for d = 0, collect entries that are not compared.
     signs = tl.histogram(tl.where(compared, 2 * place + same.to(tl.int32), 0), 16)
     places = tl.arange(0, 16)
     tl.atomic_add(counts + places, signs, mask=compares & (places > 1) & (signs > 0), sem="relaxed")

@@ -29,7 +29,7 @@ from numba.extending import intrinsic
 from lightning_topk.core.layout import BLOCK
 
 BUCKETS = 1 << 12  # of a histogram of magnitudes, few enough to stay in a core's cache
-GROUP = 64  # entries of which the wire's values share a scale, and which are added together
+GROUP = 64  # entries that share a scale on the wire, and that are added together
 TILE = 2048  # entries whose momentum is adapted together: all their arrays stay in a core's cache
 LARGEST = np.finfo(np.float32).max
 
@@ -80,7 +80,7 @@ def _prefetch(_, array, index):
 
 @compiled
 def send(e, x, layout, form, sample, fade, payloads):
-    """A worker's or a server's side of a link."""
+    """Sends from a worker's or a server's end of a link."""
     places, values = add_and_select(e, x, layout, form.k, sample, fade)
     k = form.k
     integers = np.zeros(GROUP, np.int8)
@@ -120,8 +120,8 @@ def add_and_select(e, x, layout, k, sample, fade):
 
     ``x`` may be empty: then ``e`` does not fade.
 
-    A ``sample`` (see ``reference.sample_of``, and a seed) gives a threshold that slightly more than k entries of each
-    shard should reach. If some shard has fewer, the sum is scanned again, for all.
+    A ``sample`` (by ``reference.sample_of`` and a seed) gives a threshold that slightly more than k entries of each
+    shard should reach. If fewer do in some shard, the sum is scanned again without a threshold.
     """
     _, shards, _ = layout
     capacity = k + k // 4 + 2 * BLOCK
@@ -143,7 +143,7 @@ def add_and_select(e, x, layout, k, sample, fade):
 
 @compiled
 def sampled_threshold(e, x, sample, fade):
-    """The key of the magnitude of the sample's rank, or of the least above zero if that is larger."""
+    """The key of the magnitude at the sample's rank, but at least that of the smallest number above 0."""
     stride, rank, salt = sample
     sums = np.empty(len(e) // stride, np.float32)
     for i in range(len(sums)):
@@ -165,7 +165,7 @@ def marked(words, w):
 
 @compiled
 def scan(e, x, layout, k, least, places, values, counts, fade):
-    """``e = fade e + x``, and clears ``x``, unless it is empty; appends entries whose key is at least the shard's."""
+    """``e = fade e + x``, and clears ``x``, unless it is empty; appends entries whose key is at least ``least``."""
     marks = np.zeros(BLOCK, np.uint8)
     words = marks.view(np.uint64)
     numel, shards, block = layout
@@ -220,7 +220,7 @@ def keep_largest(places, values, n, k, least):
 def kth_largest(values, k, least):
     """The key of the k-th largest magnitude, and how many entries of this magnitude are among the k largest.
 
-    No key is below ``least`` - 1, which :func:`scan` kept before it raised ``least``.
+    No key is below ``least`` - 1: :func:`scan` may have kept that one before it raised ``least``.
 
     Magnitudes are ordered like their bits. A histogram finds the bucket of the k-th largest, and the search goes on in
     that bucket alone.
@@ -369,7 +369,7 @@ def write_positions(places, low, code):
 
 @compiled
 def read_positions(code, universe, low, places):
-    """Reads positions; refuses a code of another number of them."""
+    """Reads positions; refuses a code with more or fewer of them than ``places``."""
     k, mask = len(places), (np.uint64(1) << np.uint64(low)) - np.uint64(1)
     low_bytes = (k * low + 7) // 8
     lows, highs = np.zeros(low_bytes // 8 + 2, np.uint64), np.zeros((len(code) - low_bytes) // 8 + 1, np.uint64)

@@ -99,7 +99,7 @@ def clamp_(x: Tensor) -> Tensor:
 def topk_index(rows: Tensor, k: int) -> Tensor:
     """Ascending positions ``[R, k]`` int64 of the k largest magnitudes of each row ``[R, S]``, finite.
 
-    Of equal ones, the first. Ties are common: a server's mean of values rounded to bf16 has many.
+    Of equal magnitudes, the first. Ties are common: a server's mean of values rounded to bf16 has many.
     """
     magnitude = rows.abs()
     threshold = magnitude.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
@@ -111,7 +111,7 @@ def topk_index(rows: Tensor, k: int) -> Tensor:
 
 @lru_cache(maxsize=4096)  # a schedule may change k in each step
 def sample_of(layout: Layout, k: int, least: int) -> tuple[int, int]:
-    """How to find a magnitude that slightly more than k entries per shard should reach: from a sample.
+    """Plans a sample from which to estimate a magnitude that slightly more than k entries per shard reach.
 
     It has one random entry of each window: a fixed period may see only a few columns of a matrix. Returns the size of a
     window, for a sample of at least ``least`` entries, and the rank of the magnitude in the sample.
@@ -266,17 +266,17 @@ class Stepped(NamedTuple):
     rule: int = 0  # its number in the rules of the step
 
 
-RANGES = 8  # ranges of D, the steps that a delivered gradient is from: 1, 2 and 3, 4 to 7, ..., 128 to 255
-PRIOR = 16  # deliveries of noise that are added to the counted ones, so that chance does not count in a small parameter
-CERTAIN = 0.9999  # the largest surplus of the same sign that is believed
-KEPT = 0.95  # what a step that delivers gradients of a range of D keeps of the range's counts of steps before
+RANGES = 8  # ranges of D, the number of steps in a delivered gradient: 1, 2 and 3, 4 to 7, ..., 128 to 255
+PRIOR = 16  # deliveries of noise added to the counted ones, so that chance does not decide in a small parameter
+CERTAIN = 0.9999  # the largest surplus of equal signs that is used
+KEPT = 0.95  # factor of a range's earlier counts in each step that delivers gradients of that range
 
 
 def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
     """Adds the signs that the last step has counted to the running counts, and estimates r of each range of D.
 
     For each range, counts have the deliveries whose gradient has another sign than the momentum, then those with the
-    same sign. If the D gradients of an entry have the mean mu and the deviation sigma, r = D mu^2 / sigma^2. The
+    same sign. If the D gradients of an entry have mean mu and standard deviation sigma, r = D mu^2 / sigma^2. The
     formula is that of :mod:`lightning_topk.optim.momentum`.
 
     Args:
@@ -296,11 +296,11 @@ def fold_signs_(counts: Tensor, fresh: Tensor, ratio: Tensor) -> None:
 def catch_up_(stepped: Stepped, rule: Rule, scale: Tensor | None = None, skipped: Tensor | None = None) -> None:
     """Steps a momentum buffer by the rule of :mod:`lightning_topk.optim.momentum`.
 
-    With v = m b + a (g + decay) of an entry that waited d steps, and whose gradient is not zero, the buffer becomes
-    m^d v, and ``out`` what makes the optimizer move the entry by (1 + ... + m^d) v: b + (1 + ... + m^(d-1)) v, and more
-    if ``replacement`` is less than g + decay, or if the gradients that it sums agree. Other entries keep their buffer,
-    and ``out`` is zero there; to both, unless d is 0, the decay of this step is added. ``waited`` becomes zero or is
-    incremented, and signs are counted in ``counts``.
+    Let an entry have waited d steps, its gradient g not be zero, and v = m b + a (g + decay). Its buffer becomes m^d v,
+    and ``out`` becomes b + (1 + ... + m^(d-1)) v, so that the optimizer moves the entry by (1 + ... + m^d) v; or more,
+    if ``replacement`` is less than g + decay, or the gradients that g sums agree. Other entries keep their buffer, and
+    ``out`` is zero there. SGD's decay is then added to ``out``, unless g is not zero and d is 0. ``waited`` becomes
+    zero or is incremented, and signs are counted in ``counts``.
 
     ``scale`` is the scalar by which the optimizer divides gradients. The scalar ``skipped`` is nonzero if it skips the
     step: then ``buffer``, ``waited`` and ``counts`` stay.
@@ -322,7 +322,7 @@ def catch_up_(stepped: Stepped, rule: Rule, scale: Tensor | None = None, skipped
     if replacement is not None:
         squares = (1 - rule.squares ** (d + 1)) / ((d + 1) * (1 - rule.squares))
         less = g if not rule.has_squares else torch.where(first, g, g * squares.sqrt())
-        more: Tensor | float = 1.0  # how many times as far gradients that agree move an entry
+        more: Tensor | float = 1.0  # factor by which an entry moves further if its gradients agree
         if ratio is not None and counts is not None:
             compared, same, steps = delivered & ~first & (b != 0), (g > 0) == (b > 0), d + 1
             place = torch.frexp(steps).exponent.long() - 1  # of the range of D
@@ -350,7 +350,7 @@ class AddressTable:
     Attributes:
         rows: ``[parameters, 11]`` int64: addresses of the eight tensors of :class:`Stepped`, 0 for None; the number of
             elements; the index of the rule in ``rules``; and a column for the subclass.
-        rules: Numbers of their rules in those of a step.
+        rules: The numbers, among the rules of a step, of those that the parameters use.
     """
 
     def __init__(self, several: Sequence[Stepped]) -> None:
