@@ -25,7 +25,7 @@ def main() -> None:
     torch.manual_seed(0)
     teacher, net = (nn.Sequential(nn.Linear(20, 256), nn.Tanh(), nn.Linear(256, 1)).to(device) for _ in range(2))
 
-    # On CPUs smaller buckets than DDP's 25 MiB overlap better; the strategies take 8 MiB by themselves.
+    # On CPUs smaller buckets than DDP's 25 MiB overlap better; the strategies use 8 MiB by default.
     model = DistributedDataParallel(net, bucket_cap_mb=None if gpu else 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     state = attach(model, saving=50, optimizer=optimizer, max_norm=1.0)  # the only line about compression

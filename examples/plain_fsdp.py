@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node=4 examples/plain_fsdp.py
 
-On a single machine, its ranks form two nodes.
+On a single machine, the ranks form two nodes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trains an image classifier through top-k exchange, and prints accuracy and bytes.
+"""Trains an image classifier with top-k exchange, and prints accuracy and bytes.
 
 python examples/train_classifier.py --compare      # scikit-learn's digits, 2 CPU workers
 python examples/train_classifier.py --data DIR --model resnet20 --devices 4
@@ -41,13 +41,13 @@ class Classifier(L.LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Counts right answers."""
+        """Counts correct answers."""
         images, labels = batch
         self.accuracy(self.net(images), labels)
         self.log("accuracy", self.accuracy, prog_bar=True, on_epoch=True)
 
     def on_train_epoch_end(self) -> None:
-        """Logs the steps taken, since a spawned run returns only what was logged."""
+        """Logs the number of steps, because a spawned run returns only logged values."""
         self.log("steps", float(self.global_step))
 
     def configure_optimizers(self) -> dict[str, object]:
@@ -77,7 +77,7 @@ def datasets(root: Path | None) -> tuple[Dataset, Dataset, int]:
 def topk_settings(options: argparse.Namespace, name: str) -> dict[str, object]:
     """The strategy's settings: from preset ``name`` with ``--preset``, else from the options."""
     if options.preset:
-        own = name in ("dense", "dgc")  # these two say how much they send
+        own = name in ("dense", "dgc")  # these two set what they send
         return {**presets[name], **({} if own else {"ratio": options.ratio or 0.01})}
     return {
         "ratio": options.ratio,
@@ -149,8 +149,8 @@ def parse() -> argparse.Namespace:
         "--preset",
         nargs="+",
         choices=list(presets),
-        help="systems of the papers to train in turn, instead of the next options; of these only --ratio applies, "
-        "except to dense and dgc (default: 0.01)",
+        help="systems of the papers to train in turn; they ignore --saving, --no-bidirectional and --topology, and use "
+        "--ratio (default: 0.01), except dense and dgc",
     )
     add("--saving", type=float, help="how many times fewer bytes than all-reduce to send (default: 50)")
     add("--ratio", type=float, help="fraction of the entries that each worker sends, instead of --saving")

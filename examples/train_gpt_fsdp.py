@@ -1,4 +1,4 @@
-"""Trains a GPT on Python's documentation: FSDP2 inside nodes, and torch's own HSDP or top-k between them.
+"""Trains a GPT on Python's documentation with FSDP2 inside nodes, and torch's HSDP or top-k between them.
 
 python examples/train_gpt_fsdp.py                    # 2 nodes of 2 ranks: processes or GPUs of this machine
 python examples/train_gpt_fsdp.py --rate 100mbit     # emulated hosts with links of this rate (root and iproute2)

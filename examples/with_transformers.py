@@ -16,7 +16,7 @@ from lightning_topk import attach
 class TopK(TrainerCallback):
     """Compresses a Trainer's gradients: ``trainer.add_callback(TopK(trainer, saving=50))``.
 
-    The Trainer's checkpoints have no residuals: a run resumes with zeros.
+    The Trainer's checkpoints have no residuals: a resumed run starts with zero residuals.
 
     Args:
         trainer: The Trainer. It passes the bare model to its callbacks; the DDP model is its ``model_wrapped``.
@@ -29,7 +29,7 @@ class TopK(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
         """Attaches the exchange to the DDP model."""
-        if self.state is not None:  # auto_find_batch_size begins again without an end
+        if self.state is not None:  # auto_find_batch_size restarts without on_train_end
             self.state.close()
         trainer = self.trainer
         given = {"optimizer": trainer.optimizer.optimizer, "scaler": trainer.accelerator.scaler}
@@ -37,7 +37,7 @@ class TopK(TrainerCallback):
         self.state = attach(trainer.model_wrapped, **given, **self.settings)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Ends the exchange."""
+        """Closes the exchange's state."""
         self.state.close()
 
 
