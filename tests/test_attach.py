@@ -332,7 +332,7 @@ def test_notices_are_given_once_and_on_one_rank(rank, world):
         summary == f"lightning_topk: this rank sent {sent.sent} B instead of 6.72 kB a step ({sent.saving:.1f}x less)."
     )
     for words in ("attach was called without optimizer=, so momentum is not adapted", "numba: pip install numba.",
-                  summary, "gradients are compressed by saving=20 and exchanged among 2 ranks, each of which averages",
+                  summary, "gradients are compressed (saving=20) and exchanged among 2 ranks; each rank averages one",
                   "Without a torch optimizer, pass adapt_momentum=False",
                   "the momentum of AdamW is adapted to compression"):  # fmt: skip
         assert sum(words in line for line in said) == (rank == 0), said
