@@ -69,7 +69,7 @@ def startup_warnings(requested: TopKConfig, config: TopKConfig, world: int, has_
         if world == 1:
             return ["lightning_topk: a single rank exchanges no gradients, so nothing is compressed."]
         where = f"topology={requested.topology!r}" + " on one node" * requested.compresses
-        return [f"lightning_topk: {where} all-reduces full gradients. Without effect: {', '.join(idle) or 'saving'}."]
+        return [f"lightning_topk: {where} all-reduces whole gradients. Without effect: {', '.join(idle) or 'saving'}."]
     if config.adapts_momentum and not has_optimizers:
         return [
             "lightning_topk: attach was called without optimizer=, so momentum is not adapted to compression, "
