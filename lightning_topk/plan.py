@@ -66,7 +66,7 @@ def run(
     if any("too large" in row.values() for row in rows):
         notes.append(f"Too large: a bucket, or a server's shard of it, has more than {LARGEST:,} elements.")
     if sum(sizes) < FEW:
-        notes.append(f"Use DDP: below {FEW:,} parameters its all-reduce is fast, and top-k sends few entries.")
+        notes.append(f"Use DDP: below {FEW:,} parameters its all-reduce is fast, and a server gets few entries.")
     return (
         f"{sum(sizes):,} parameters, float32, in {counted(len(buckets), 'bucket')}; {counted(nodes, 'node')} of "
         f"{counted(gpus_per_node, 'rank')}, {inter} between them; "

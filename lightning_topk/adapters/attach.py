@@ -72,10 +72,10 @@ def attach(
             Default: the logger ``lightning_topk``, at level WARNING, or INFO for information.
         process_group: For FSDP2 only: the ranks that hold the same shard, one per node, as a process group or as one
             dimension of a device mesh. A DDP model has its own group.
-        max_norm: What you pass to ``clip_grad_norm_``, so that each gradient enters the residual as clipped as dense
-            training would apply it. A number if you clip all parameters together, or a list with one for each optimizer
-            (None: not clipped). Keep your call: it clips what is delivered. If you change gradients before that call,
-            such as dividing them by a number of tokens, change the loss instead, or leave ``max_norm`` out.
+        max_norm: What you pass to ``clip_grad_norm_``: each gradient then enters the residual clipped as in dense
+            training. A number if you clip all parameters together, or a list with one for each optimizer (None: not
+            clipped). Keep your call: it clips what is delivered. If you change gradients before that call, such as
+            dividing them by a number of tokens, change the loss instead, or leave ``max_norm`` out.
         **settings: See :class:`lightning_topk.TopKStrategy`.
 
     Returns:

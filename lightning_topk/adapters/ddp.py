@@ -92,7 +92,7 @@ class TopKState(HookState):
             self.buckets.plan_together([*map(self.buckets.find, buckets)])
 
     def check_launch_order(self, model: DistributedDataParallel) -> None:
-        """Warns of collectives in backward that NCCL may start in another order relative to the exchange's."""
+        """Warns if NCCL may start the exchange and other collectives in a different order on each rank."""
         sync = any(isinstance(each, torch.nn.SyncBatchNorm) for each in model.modules())
         others = [
             each.group_desc or each.group_name
@@ -212,9 +212,9 @@ class _Part(NamedTuple):
 
 
 class InUse:
-    """What DDP passes to the hook: holds the state in use, which a later attach replaces, as DDP never drops a hook.
+    """The hook's argument: holds the state in use. DDP never drops a hook, so a later attach replaces the state.
 
-    A copy of a DDP model has no hook; the copy of this object has no state, and warns if the model's copy is trained.
+    A copy of a DDP model has no hook; the copy of this object has no state, and warns if the copied model is trained.
     """
 
     def __init__(self, state: Any = None, say: WarnOnce | None = None) -> None:

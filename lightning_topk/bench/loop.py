@@ -17,14 +17,14 @@ from tqdm import tqdm
 from lightning_topk.bench.peers import Backward, Peer
 from lightning_topk.consensus import every_rank, gathered
 
-TURN, LONGEST = 0.2, 5  # seconds that a turn should last; most steps of one, as nothing waits for a GPU inside
-SECONDS, FEWEST = 60.0, 3  # no turn starts later, except the first ones
+TURN, LONGEST = 0.2, 5  # seconds of a turn, about; its most steps, since none waits for a GPU
+SECONDS, FEWEST = 60.0, 3  # no turn starts later, except so many
 
 
 class Contender:
     """A model of its own under one exchange.
 
-    ``optimizer`` makes the optimizer; without it, none steps. ``settings`` are arguments of our ``attach``, ``ddp`` of
+    ``optimizer`` makes the optimizer; None takes no steps. ``settings`` are arguments of our ``attach``, ``ddp`` of
     DistributedDataParallel.
     """
 

@@ -68,7 +68,7 @@ class Runners:
         self._pipe.close()
 
     def ask(self, name: str, work: Callable[[Contender], T]) -> list[T]:
-        """Returns what ``work``, which is pickled, returns on each rank for a contender, which its first ``ask`` makes.
+        """Runs ``work``, pickled, on a contender on each rank; returns the results. The first call makes the contender.
 
         Raises ContenderError if it fails on a rank.
         """

@@ -145,7 +145,7 @@ class ShardState(HookState):
         return found
 
     def _agree_on(self, gradient: str) -> None:
-        """Checks that all replicas exchange the same gradient next; payloads of equal size could be mixed up."""
+        """Checks that all replicas exchange the same gradient next: else payloads of equal size could be mixed up."""
         remedy = (
             "All replicas must exchange the same gradients in the same order: use the same parameters in every forward "
             "pass, or call set_reduce_scatter_unused_params(True) on the FSDP modules (torch 2.15 and later)."
@@ -280,8 +280,8 @@ def _check_groups(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> 
     ranks = dist.get_process_group_ranks(replicas)
     if set(ranks) & set(groups[0].ranks) != {dist.get_rank()}:
         raise ValueError(
-            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {groups[0].ranks}: the "
-            "group must have the same shard on each node. Pass the dimension of the mesh across nodes."
+            f"process_group= has the ranks {ranks}, but the model is sharded over the ranks {groups[0].ranks}: the "
+            "group must hold the same shard, one rank per node. Pass the mesh's dimension across nodes."
         )
     for group in groups:
         if group.has_hook:

@@ -52,8 +52,8 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
             over ``tensor_parallel_size``.
         tensor_parallel_size: Ranks over which a node splits single tensors. ``"auto"``: 1, or the ranks per node over
             ``data_parallel_size``.
-        residual_checkpoint: Whether checkpoints hold the residuals, 1 x the model. If True, a run resumes with them, on
-            any number of nodes and ranks per node; if False, with zeros.
+        residual_checkpoint: Whether checkpoints hold the residuals (as large as the model), so that a run resumes with
+            them on any number of nodes and ranks per node. If False, it resumes with zeros.
         local_world_size: Number of ranks per node; ranks of a node are consecutive. Default: the Trainer's processes
             per node.
         save_distributed_checkpoint: True: each rank saves its shards in a folder. False: rank 0 saves all in one file.

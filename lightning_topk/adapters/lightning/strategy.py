@@ -59,13 +59,13 @@ class TopKStrategy(Resumes, DDPStrategy):
             :mod:`lightning_topk.optim.momentum`. False leaves optimizers unchanged, as does ``momentum``.
         clip_norm: Each of W workers clips its bucket's gradient to ``clip_norm / sqrt(W)`` before compression. None
             does not clip.
-        saving: Factor by which each step sends fewer bytes than a ring all-reduce, both directions together, 1 or more;
+        saving: How many times fewer bytes than a ring all-reduce each step sends, both directions together: 1 or more,
             instead of ``ratio``. With ``topology="hierarchical"`` it counts the bytes between nodes. From the tenth
             pass on, buckets with more energy in their gradients send more of the bytes, and selection lifts parameters
             whose gradients are far smaller than the rest of their bucket (:mod:`lightning_topk.runtime.shares`).
             Default: 50 without ``ratio``.
-        residual_checkpoint: Whether checkpoints hold the residuals, 1 x the model. If True, a run resumes with them, on
-            any number of workers; if False, with zeros.
+        residual_checkpoint: Whether checkpoints hold the residuals (as large as the model), so that a run resumes with
+            them on any number of workers. If False, it resumes with zeros.
         local_world_size: Number of ranks per node; ranks of a node are consecutive. Default: the Trainer's processes
             per node.
         start_method: How Lightning starts the processes, as in DDPStrategy.
