@@ -114,7 +114,7 @@ REFUSED = {
         ({"sizes": (60,)}, ValueError, r"sizes=\(60,\) add up to 60, but numel=100")
     ],
     Cluster(TopKConfig(), 2, 100).step: [
-        ({"gradients": [torch.zeros(100)] * 3}, ValueError, r"got 3 gradients of shape \(100,\); it takes 2, one of"),
+        ({"gradients": [torch.zeros(100)] * 3}, ValueError, r"got 3 gradients of shape \(100,\); it takes 2, one per"),
         ({"gradients": [torch.zeros(50)] * 2}, ValueError, r"2 gradients of shape \(50,\); .*, of shape \(100,\)"),
     ],
 }
