@@ -131,7 +131,7 @@ def link(rate: str, name: str = "--rate") -> tuple[float, float]:
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things, in words."""
+    """Formats a count, such as ``2 nodes``."""
     return f"{number} {what}{'s' * (number > 1)}"
 
 

@@ -93,7 +93,7 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
         "This is a Linear on one of 2 ranks. Pass the model that training calls": (net, {}),
         "FSDP1 has no hook for": (FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), {}),
         "already has another communication hook, and DDP takes only one": (taken, {}),
-        "replicate() wraps": (nn.Sequential(replicated()), {}),
+        "wrapped by torch's replicate()": (nn.Sequential(replicated()), {}),
         "Use DistributedDataParallel(model)": (replicate_by_ddp(nn.Linear(3, 3)), {}),
         "skip_all_reduce_unused_params=True is not supported with top-k exchange": (
             ddp(skip_all_reduce_unused_params=True, find_unused_parameters=True), {},
