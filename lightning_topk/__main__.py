@@ -39,8 +39,8 @@ def make_parser() -> argparse.ArgumentParser:
     both = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     add = both.add_mutually_exclusive_group(required=True).add_argument
     add("--model", help="model of torchvision, such as resnet50; or gpt2, gpt2-medium, gpt2-large, gpt2-xl")
-    add("--module", help="class such as mine.models.Net, called without arguments")
-    add("--params", type=count, help="number of parameters, such as 25e6; bench then only exchanges")
+    add("--module", help="model class, such as mine.models.Net; called without arguments")
+    add("--params", type=count, help="number of parameters, such as 25e6; bench then times exchanges alone")
     both.add_argument("--saving", type=float, help="how many times fewer bytes than all-reduce to send (default: 50)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
@@ -50,19 +50,19 @@ def make_parser() -> argparse.ArgumentParser:
         )
         return made.add_argument
 
-    add = command("plan", "The exact bytes of a step with each topology, before a run.", both)
+    add = command("plan", "Predicts the exact bytes of a step with each topology.", both)
     add("--nodes", type=count, required=True, help="number of nodes")
     add("--gpus-per-node", type=count, help="ranks on each node (default: 1)")
     add("--inter", help="speed of the links between nodes (default: 1gbit)")
     add("--ratio", type=float, help="fraction of the entries to send, instead of --saving")
-    about = "Times steps with DDP, its hooks and top-k, on your machines. Start it with torchrun, as your training."
+    about = "Times steps with DDP, its hooks and top-k on your machines. Start it with torchrun, like your training."
     add = command("bench", about, both)
-    add("--input", type=shape, help="shape of an example (default: 3,224,224; of a GPT: 1024)")
-    add("--batch-size", type=count, help="examples of a rank and step (default: 32; of a GPT: 4)")
-    add("--precision", choices=("32", "bf16"), help="bf16 is autocast (default: 32)")
-    add("--steps", type=count, help="timed steps of each exchange, about (default: 50)")
+    add("--input", type=shape, help="shape of an example (default: 3,224,224; for a GPT: 1024)")
+    add("--batch-size", type=count, help="examples per rank and step (default: 32; for a GPT: 4)")
+    add("--precision", choices=("32", "bf16"), help="bf16 uses autocast (default: 32)")
+    add("--steps", type=count, help="approximate number of timed steps per exchange (default: 50)")
     add("--only", nargs="+", metavar="NAME", help='exchanges to time, such as DDP "16-bit hook" PowerSGD saving=50')
-    add("--ranks", type=count, help="without torchrun: ranks to start on this machine (default: 2)")
+    add("--ranks", type=count, help="ranks to start on this machine, without torchrun (default: 2)")
     add("--json", type=Path, metavar="FILE", help="file to write all times to")
     command("env", "Versions, devices and launch settings, to paste into a bug report.")
     return parser
@@ -75,11 +75,11 @@ def main() -> None:
     command = options.pop("command")
     module = {"plan": "lightning_topk.plan", "bench": "lightning_topk.bench.command", "env": "lightning_topk.env"}
     try:
-        if said := import_module(module[command]).run(**options):  # now, since it imports torch, which takes seconds
+        if said := import_module(module[command]).run(**options):  # imported only now: torch takes seconds
             print(said)
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, ValueError) and os.environ.get("LOCAL_RANK", "0") != "0":
-            raise SystemExit(2) from error  # the node's first rank says it
+            raise SystemExit(2) from error  # the node's first rank prints it
         raise SystemExit(f"{parser.prog} {command}: {error}") from error
 
 

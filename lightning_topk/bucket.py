@@ -2,7 +2,7 @@
 
 ``ratio=`` becomes a k directly. ``saving=50`` requests a fiftieth of the bytes of a ring all-reduce. The bytes of a
 bucket depend only on k and other integers (its size, the topology, the ranks, positions, values and headers), so this
-module finds the matching k before anything is sent. It is the same in every step; only schedules change it.
+module finds the matching k before anything is sent. Only schedules and :func:`share_out` change it during training.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lightning_topk.core.select import SELECTORS
 from lightning_topk.core.wire import WIRES
 from lightning_topk.schedule import Ratio, Varying
 
-TOLERANCE = 0.02  # largest relative shortfall from ``saving=`` that is accepted without a warning
-LARGE = 1 << 22  # elements of a bucket whose headers use next to none of its share
-LARGEST = 2**31 - 1  # elements in a shard at most: positions have 32 bits
+TOLERANCE = 0.02  # largest relative shortfall from ``saving=`` without a warning
+LARGE = 1 << 22  # elements of a bucket in which headers are negligible
+LARGEST = 2**31 - 1  # most elements in a shard: positions have 32 bits
 
 
 class TooLargeError(ValueError):
@@ -38,21 +38,21 @@ class TooLargeError(ValueError):
 
 
 class Bucket(tuple[Tensor, ...]):
-    """The parameters whose gradients are exchanged together, in order, and what is known of them from pass to pass.
+    """The parameters whose gradients are exchanged together, in order, and what is kept about them between passes.
 
-    A state has one for them (:meth:`Buckets.find`). It is compared by identity: a tensor's hash is a call of Python.
+    A state has one object per bucket (:meth:`Buckets.find`), compared by identity, since hashing tensors is slow.
     """
 
     __hash__ = object.__hash__
     __eq__, __ne__ = object.__eq__, object.__ne__
 
-    dtype: torch.dtype | None = None  # for which it is planned; a wrapper may change that of the parameters
+    dtype: torch.dtype | None = None  # the plan's; a wrapper may change that of the parameters
     plan: BucketPlan | None = None
-    weights: Mapping[Bucket, float] | None = None  # of those that share their bytes, see `Buckets.share`
-    lifts: Sequence[float] = ()  # of its parameters, see :class:`.Link`
-    endpoint: Endpoint | None = None  # of `runtime.residuals`, which alone sets it
-    alike: Any = None  # see `Residuals.fade`; as long as the endpoint
-    clipping: Any = None  # of `optim.applied.Clipping`, which alone sets it
+    weights: Mapping[Bucket, float] | None = None  # of all buckets that share their bytes, see `Buckets.share`
+    lifts: Sequence[float] = ()  # one per parameter, see :class:`.Link`
+    endpoint: Endpoint | None = None  # set only by `runtime.residuals`
+    alike: Any = None  # see `Residuals.fade`; lives as long as the endpoint
+    clipping: Any = None  # set only by `optim.applied.Clipping`
 
 
 BucketSizes = tuple[Sequence[int], int, Sequence[int], int]
@@ -70,7 +70,7 @@ def plan_bucket(
     """Plans the exchange of one bucket, with resolved settings for its compressed part (:func:`for_compressed`).
 
     With ``saving``, the plan's k gives the bytes nearest to the requested ones. A single rank, which sends nothing,
-    selects as many entries as each of two ranks. A bucket whose parameters are all ``uncompressed`` is all-reduced.
+    selects as many entries as each of two ranks would. If all parameters are ``uncompressed``, all-reduces the bucket.
     The other arguments are as in :data:`BucketSizes`.
     """
     skipped = sum(sizes[number] for number in uncompressed)
@@ -83,7 +83,7 @@ def plan_bucket(
     if topology.compresses and layout.shard_size > LARGEST:
         raise TooLargeError(
             f"a bucket of {sum(sizes):,} elements is too large: a server's shard of it would have "
-            f"{layout.shard_size:,}, and positions have 32 bits. DDP puts the whole model into its first bucket unless "
+            f"{layout.shard_size:,}, but positions have 32 bits. DDP puts the whole model into its first bucket unless "
             "find_unused_parameters=True; pass that, split a larger parameter, or use more ranks."
         )
     plan = BucketPlan(
@@ -113,25 +113,25 @@ def plan_bucket(
 
 
 def _k_of_ratio(layout: Layout, ratio: Ratio | None) -> int | Varying:
-    """Entries of each shard at a constant ratio; with ``saving``, where it is None, all entries until k is known."""
+    """Entries per shard at a constant ratio, or all if it is None, as with ``saving``; schedules stay as they are."""
     if ratio is None or isinstance(ratio, int | float):
         return layout.k_per_shard(k_of(layout.numel, ratio or 1.0))
     return ratio
 
 
 def _sending(plan: BucketPlan, entries: int) -> BucketPlan:
-    """The plan of the same bucket if a worker, and the servers together, send a number of its entries."""
+    """The same bucket's plan, with ``entries`` sent by each worker and by all servers together."""
     k = plan.layout.k_per_shard(entries)
     return replace(plan, k=k, server_k=None if plan.server_k is None else k)
 
 
 def _counted(plan: BucketPlan) -> int:
-    """Bytes of the first step that ``saving`` counts, of rank 0: the busiest."""
+    """Bytes that rank 0, the busiest, sends in the first step, as ``saving`` counts them."""
     return plan.volume().counted(plan.topology.by_node)
 
 
 def k_for_saving(plan: BucketPlan, budget: float) -> int:
-    """The entries of each shard whose bytes are nearest to a budget, in bytes that ``saving`` counts."""
+    """Entries per shard whose bytes, as ``saving`` counts them, are nearest to ``budget``."""
     size, shards = plan.layout.shard_size, plan.layout.shards
 
     def sent(k: int) -> int:
@@ -155,7 +155,7 @@ def plan_step(
     smallest buckets send all entries, without positions, as long as together they add no more than :data:`TOLERANCE` to
     the step; and no other bucket gets less density than a large one.
 
-    ``model`` has the elements of all parameters, and of the uncompressed ones, if they are not only the buckets'.
+    ``model`` has the elements of all parameters and of the uncompressed ones, if the model has more buckets.
     """
     config = for_compressed(config, *(model or elements(buckets)))
 
@@ -183,9 +183,9 @@ def plan_step(
 
 
 def share_out(plans: Sequence[BucketPlan], weights: Sequence[float]) -> list[BucketPlan]:
-    """Divides the bytes of a step among its buckets anew: each gets ``weights`` times as many, over their mean.
+    """Redistributes the bytes of a step: multiplies those of each bucket by its weight over the mean weight.
 
-    The sum stays the same: the last bucket's payloads are padded by a few zeros. Buckets that send all entries, or are
+    The sum stays the same: a few zeros pad the last bucket's payloads. Buckets that send all entries, or are
     not compressed, keep their plans.
     """
     found = [*plans]
@@ -193,7 +193,7 @@ def share_out(plans: Sequence[BucketPlan], weights: Sequence[float]) -> list[Buc
         number
         for number, plan in enumerate(plans)
         if isinstance(plan.k, int) and plan.k < plan.layout.shard_size and plan.topology.compresses and plan.numel
-        if plan.server_k is not None or not plan.topology.has_servers  # else replies have another size
+        if plan.server_k is not None or not plan.topology.has_servers  # else replies differ in size
     ]
     sizes = {number: plans[number].codecs().uplink.nbytes for number in shared}
     left = sum(sizes.values())
@@ -211,7 +211,7 @@ def share_out(plans: Sequence[BucketPlan], weights: Sequence[float]) -> list[Buc
 
 
 def _filling(plan: BucketPlan, nbytes: int) -> BucketPlan:
-    """The plan that sends the most entries in payloads of at most so many bytes; one of each shard at least."""
+    """The plan with the most entries whose payloads have at most ``nbytes``, and at least one entry per shard."""
     layout = plan.layout
 
     def size(k: int) -> int:
@@ -221,18 +221,18 @@ def _filling(plan: BucketPlan, nbytes: int) -> BucketPlan:
 
 
 def elements(buckets: Sequence[BucketSizes]) -> tuple[int, int]:
-    """Elements of all parameters of some buckets, and of the uncompressed ones."""
+    """Elements of all parameters in the buckets, and of the uncompressed ones."""
     return sum(sum(sizes) for sizes, *_ in buckets), sum(sizes[n] for sizes, _, numbers, _ in buckets for n in numbers)
 
 
 def for_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKConfig:
-    """Returns the settings for the compressed part of a gradient, whose higher saving makes all of it meet ``saving``.
+    """Returns the settings for the compressed part of a gradient: it saves more, so that the whole meets ``saving``.
 
-    Refuses uncompressed elements that use up the requested bytes.
+    Refuses uncompressed elements that would use up the requested bytes.
     """
     saving = config.saving
     if saving is None and config.compresses and uncompressed == numel > 0:
-        raise ValueError("dense_parameters are all parameters, so nothing is compressed. Pass fewer, or use DDP.")
+        raise ValueError("dense_parameters match all parameters, so nothing is compressed. Pass fewer, or use DDP.")
     if saving is None or not uncompressed:
         return config
     rest = numel / saving - uncompressed
@@ -240,7 +240,7 @@ def for_compressed(config: TopKConfig, numel: int, uncompressed: int) -> TopKCon
         most = numel / uncompressed
         remedy = f"saving= below {most:.3g}" if most > 1.01 else "topology='dense'"
         raise ValueError(
-            f"dense_parameters are {uncompressed / numel:.2%} of the gradient, so it cannot be sent in 1 / "
+            f"dense_parameters match {uncompressed / numel:.2%} of the gradient, so it cannot be sent in 1 / "
             f"{saving:g} of the bytes. Pass {remedy}, or fewer dense_parameters."
         )
     return replace(config, saving=(numel - uncompressed) / rest)
@@ -251,7 +251,7 @@ WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 def names_of(module: torch.nn.Module) -> dict[Tensor, str]:
-    """Names of a module's parameters, the same for wrapped, pruned and plain layers; the first ones of tied weights."""
+    """Names of a module's parameters, as without wrappers and pruning; tied weights have their first name."""
     return {parameter: names[0] for parameter, names in all_names_of(module).items()}
 
 
@@ -266,7 +266,7 @@ def all_names_of(module: torch.nn.Module) -> dict[Tensor, list[str]]:
 
 
 class Buckets:
-    """Plans the buckets of a model's parameters, with settings that are resolved for these ranks."""
+    """Plans the buckets of a model, with settings that are resolved for these ranks."""
 
     def __init__(self, config: TopKConfig, world: int, local: int) -> None:
         self.config, self._world, self.local = config, world, local
@@ -274,7 +274,7 @@ class Buckets:
         self._known: dict[tuple[int, ...], Bucket] = {}  # by ids of their parameters
         self._together: dict[tuple[Bucket, ...], list[BucketPlan]] = {}  # plans of all buckets of a step
         self.names: Mapping[Tensor, str] = {}
-        self.all_names: Mapping[Tensor, Sequence[str]] = {}  # of tied weights; `dense_parameters` may match each
+        self.all_names: Mapping[Tensor, Sequence[str]] = {}  # of tied weights; `dense_parameters` may match any of them
         self.compressed: frozenset[Tensor] = frozenset()  # the parameters that may be compressed
         self._uncompressed: set[Tensor] = set()
 
@@ -300,7 +300,7 @@ class Buckets:
         self._forget_plans(self._known.values())
 
     def find(self, parameters: Sequence[Tensor]) -> Bucket:
-        """The bucket of some parameters."""
+        """Returns the bucket of these parameters, always the same object."""
         key = tuple(map(id, parameters))
         if key not in self._known:
             self._known[key] = Bucket(parameters)
@@ -333,9 +333,9 @@ class Buckets:
         return changed
 
     def share(self, weights: Mapping[Bucket, float], steps: Iterable[tuple[Bucket, ...]]) -> None:
-        """Plans buckets with bytes in proportion to their weights, see :func:`share_out`.
+        """Redistributes the bytes of these buckets by weight, see :func:`share_out`.
 
-        ``steps`` has all buckets of each step that exchanges any of them: then it exchanges all.
+        ``steps`` lists all buckets of each step that exchanges any of these; such a step exchanges all of these.
         """
         for bucket in weights:
             bucket.weights = weights
@@ -344,7 +344,7 @@ class Buckets:
             self.plan_together(step)
 
     def forget_shares(self, buckets: Iterable[Bucket]) -> None:
-        """Plans those that share bytes without that when they are next exchanged."""
+        """Ends the sharing of bytes: the next exchange of these buckets plans them anew."""
         shared = [bucket for bucket in buckets if bucket.weights]
         self._forget_plans(shared)
         for bucket in shared:
@@ -356,7 +356,7 @@ class Buckets:
             self._together.clear()
 
     def planned(self, buckets: Sequence[Bucket]) -> list[BucketPlan]:
-        """Plans of buckets that are exchanged in the same step."""
+        """Plans buckets that are exchanged in the same step."""
         known = []
         for bucket in buckets:
             tag = zlib.crc32(" ".join(self.names.get(parameter, "") for parameter in bucket).encode()) >> 8
@@ -366,7 +366,7 @@ class Buckets:
         places = {bucket: place for place, bucket in enumerate(buckets)}
         sharing = {id(bucket.weights): bucket.weights for bucket in buckets if bucket.weights}
         for weights in sharing.values():
-            if weights.keys() <= places.keys():  # else only a part of them is planned, without shares
+            if weights.keys() <= places.keys():  # else only some of them are planned, without shares
                 shared = share_out([plans[places[bucket]] for bucket in weights], [*weights.values()])
                 for bucket, plan in zip(weights, shared, strict=True):
                     plans[places[bucket]] = plan

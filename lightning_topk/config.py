@@ -22,7 +22,7 @@ from lightning_topk.schedule import Ratio, Schedule, Varying, ratio_at
 
 SAVING: float = 50  # the default without ``ratio``
 CPU_BUCKET_MB = 8
-"""Bucket size in MiB on CPUs where the user gives none: smaller than DDP's 25 MiB, so that more buckets overlap."""
+"""Default bucket size on CPUs, in MiB: smaller than DDP's 25 MiB, so that more buckets overlap with backward."""
 
 
 class Settings(TypedDict, total=False):
@@ -72,14 +72,14 @@ class TopKConfig:
             named = sorted(named, key=str)
         patterns = tuple(named) if isinstance(named, Iterable) and not isinstance(named, str) else (named,)
         if not all(isinstance(pattern, str) for pattern in patterns):
-            raise TypeError(f"dense_parameters={named!r} must be a name pattern, or several of them.")
+            raise TypeError(f"dense_parameters={named!r} must be a name pattern or a list of them.")
         object.__setattr__(self, "dense_parameters", patterns)
         if self.ratio is None and self.saving is None:
             object.__setattr__(self, "saving", SAVING)
         for name in ("ratio", "server_ratio", "saving", "momentum", "clip_norm"):
             value: Any = getattr(self, name)
             if isinstance(value, Real) and type(value).__module__ != "builtins":
-                with suppress(OverflowError):  # refused below
+                with suppress(OverflowError):  # the checks below refuse it
                     object.__setattr__(self, name, float(value))  # torch.load(weights_only=True) refuses NumPy scalars
         _check_values(self)
         _check_combinations(self)
@@ -123,14 +123,14 @@ class TopKConfig:
 
     @property
     def dense(self) -> TopKConfig:
-        """The same settings with a dense all-reduce of everything."""
+        """The same settings with a dense all-reduce of all gradients."""
         return replace(self, topology="dense", ratio=1.0, saving=None, server_ratio=None, momentum=0.0)
 
     def resolve(self, world: int, local: int, gpus: bool = False) -> TopKConfig:
-        """Resolves the topology for ``world`` ranks, ``local`` consecutive ones on each node, with or without ``gpus``.
+        """Resolves the topology for ``world`` ranks, with ``local`` consecutive ranks per node, on GPUs if ``gpus``.
 
-        The default is hierarchical on several nodes of several GPUs each, else sharded. Hierarchical is dense on a
-        single node (sharded with ``momentum``), and sharded with one rank per node. Refuses nodes of unequal size.
+        The default is hierarchical on several nodes with several GPUs each, else sharded. On a single node hierarchical
+        becomes dense (sharded with ``momentum``); with one rank per node, sharded. Refuses nodes of unequal size.
         """
         if world % local:
             raise ValueError(
@@ -144,7 +144,7 @@ class TopKConfig:
         return replace(self, topology=self.topology or ("hierarchical" if gpus and nodes else "sharded"))
 
     def summary(self) -> dict[str, Any]:
-        """The settings as strings and numbers that processes can compare: functions and schedules as sample values."""
+        """The settings as strings and numbers that ranks can compare; functions and schedules are sampled."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("ratio", "server_ratio"):
             if varies(found[name]):
@@ -185,13 +185,13 @@ def _check_combinations(config: TopKConfig) -> None:
     """Refuses settings that contradict each other."""
     if config.ratio is not None and config.saving is not None:
         raise ValueError(
-            f"ratio={config.ratio!r} and saving={config.saving!r} both say how much is sent. Pass one of them: ratio= "
-            "is the fraction of the gradient, saving= counts bytes."
+            f"ratio={config.ratio!r} and saving={config.saving!r} both say how much to send. Pass only one: ratio= is "
+            "the fraction of entries to send, saving= the factor by which to send fewer bytes."
         )
     if config.server_ratio is not None and config.saving is not None:
         raise ValueError(
-            f"server_ratio={config.server_ratio!r} needs ratio=: saving={config.saving:g} decides what workers and "
-            "servers send. Pass ratio= too, or leave server_ratio out."
+            f"server_ratio={config.server_ratio!r} needs ratio=: saving={config.saving:g} sets what both workers "
+            "and servers send. Pass ratio= instead of saving=, or leave server_ratio out."
         )
     if config.compresses and not config._topology.has_servers and config.bidirectional:
         raise ValueError(
@@ -208,8 +208,8 @@ def _check_combinations(config: TopKConfig) -> None:
     without += [f"error_feedback={config.error_feedback!r}"] * (not config.error_feedback)
     if config.momentum and without:
         raise ValueError(
-            f"momentum={config.momentum!r} needs a residual for every parameter, and {' and '.join(without)} leaves "
-            "some without. Leave that out, or pass momentum=0 and use the optimizer's own."
+            f"momentum={config.momentum!r} needs a residual for every parameter. Leave out {' and '.join(without)}, "
+            "or pass momentum=0 and use the optimizer's momentum."
         )
 
 
@@ -219,7 +219,7 @@ def varies(ratio: Ratio | None) -> TypeGuard[Varying]:
 
 
 def _value_or_error(ratio: Varying, step: int) -> float | str:
-    """Returns the ratio at a step, or the name of the error if a function fails there: messages contain addresses."""
+    """Returns the ratio at a step, or the error's type if the function fails: its message may differ between ranks."""
     try:
         return ratio_at(ratio, step, step // 100)
     except Exception as error:
@@ -227,7 +227,7 @@ def _value_or_error(ratio: Varying, step: int) -> float | str:
 
 
 def _check_number(config: TopKConfig, name: str, allowed: Callable[[float], bool], words: str, remedy: str) -> None:
-    """Refuses a setting that is neither a number for which ``allowed`` holds nor, if that is its default, None."""
+    """Refuses a setting unless it is an allowed number, or None where None is the default."""
     value: Any = getattr(config, name)
     if value is None and getattr(TopKConfig, name) is None:
         return
@@ -259,7 +259,7 @@ def check_name(name: str, value: Any, known: Iterable[str], otherwise: str = "")
 
 
 def check_function(name: str, value: Any, takes: str = "", *arguments: Any) -> None:
-    """Refuses a value that cannot be called with these arguments, which are ``takes`` in words."""
+    """Refuses a value that cannot be called with these arguments; ``takes`` describes them in the message."""
     fits = callable(value)
     with suppress(ValueError):  # a function of C may have no signature
         try:
@@ -271,12 +271,12 @@ def check_function(name: str, value: Any, takes: str = "", *arguments: Any) -> N
 
 
 def check_count(name: str, value: Any, otherwise: str = "None") -> int | None:
-    """Returns the value if it is None or a positive integer; ``otherwise`` is None as the user writes it."""
+    """Returns the value if it is None or a positive integer; ``otherwise`` is how the user writes None."""
     return None if value is None else check_integer(name, value, otherwise=f", or {otherwise}")
 
 
 def check_integer(name: str, value: Any, least: int = 1, most: float = math.inf, otherwise: str = "") -> int:
-    """Returns an integer, also of NumPy, as an int; refuses all else, and one outside ``least`` to ``most``."""
+    """Returns an integer (NumPy's included) as an int; refuses other types, and values not in [least, most]."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an integer{otherwise}.")
     if not least <= int(value) <= most:
@@ -286,7 +286,7 @@ def check_integer(name: str, value: Any, least: int = 1, most: float = math.inf,
 
 
 def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable[..., Any]]) -> None:
-    """Refuses unknown keyword arguments, unless a taker's signature says nothing, as when a tool has replaced it."""
+    """Refuses unknown keyword arguments, unless a taker's signature names none, as after a tool has wrapped it."""
     known: set[str] = set()
     for taker in takers:
         taken = inspect.signature(taker).parameters.values()
@@ -303,7 +303,7 @@ def check_known(name: str, options: Mapping[str, Any], takers: Iterable[Callable
 
 
 def check_config(taker: Callable[..., Any], config: Any) -> None:
-    """Refuses what is no config."""
+    """Refuses a value that is not a TopKConfig."""
     if not isinstance(config, TopKConfig):
         words = "it must be a TopKConfig, such as TopKConfig(ratio=0.1)."
         raise TypeError(f"{taker.__name__}: config={config!r} is a {type(config).__name__}; {words}")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a model's GPU the current device, which is GPU 0 on every rank unless the user sets it."""
+    """Makes a model's GPU the current device, which is GPU 0 on every rank unless the user changes it."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -25,7 +25,7 @@ def gathered(value: Any, device: torch.device, group: dist.ProcessGroup | None =
 
 @contextmanager
 def every_rank(action: str, remedy: str = "") -> Iterator[None]:
-    """Explains the failure of a collective inside, in which some rank did not take part."""
+    """Explains the failure of a collective inside: some rank did not take part."""
     try:
         yield
     except RuntimeError as error:

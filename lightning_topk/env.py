@@ -1,4 +1,4 @@
-"""``env``: versions, devices, and what the launcher's variables would give here, to paste into a bug report."""
+"""``env``: versions, devices and launch settings of this machine, to paste into a bug report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIABLES = r"(NCCL|GLOO|TORCH|CUDA|OMP|GLIBC|SLURM_NTASKS)\w*|(LOCAL_|NODE_)?RA
 
 
 def run() -> str | None:
-    """Describes this machine, one fact a line; returns None on all ranks of a node but the first."""
+    """Describes this machine, one fact a line; returns None except on the first rank of a node."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return None
     gpus = [processor(torch.device("cuda", number)) for number in range(torch.cuda.device_count())]
@@ -31,7 +31,7 @@ def run() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of packages, which are not imported."""
+    """Versions of Python and of packages, without importing them."""
     found = {"lightning_topk": __version__, "torch": torch.__version__, "python": platform.python_version()}
     found |= dict.fromkeys(PACKAGES, "not installed")
     for name in PACKAGES:
@@ -46,17 +46,17 @@ def processor(device: torch.device) -> str:
 
 
 def ranks(gpus: int) -> str:
-    """Ranks, backend and topology that the launcher's variables give, on a node with so many GPUs."""
+    """Ranks, backend and topology that the launcher's variables lead to on a node with this number of GPUs."""
     try:
         world = _count("WORLD_SIZE", "SLURM_NTASKS")
         local = _count("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
-        local = local if world % local == 0 else 1  # nodes of different sizes, as attach takes them
+        local = local if world % local == 0 else 1  # as attach does if nodes have unequal sizes
         topology = TopKConfig().resolve(world, local, gpus=gpus >= local).topology
     except ValueError as error:
         return str(error)
     if world == 1:
         hint = "to see backend and topology, run this command under the launcher that you train with"
-        return f"1, as no launcher set WORLD_SIZE; {hint}"
+        return f"1, since no launcher set WORLD_SIZE; {hint}"
     return f"{world}, {local} per node: {'nccl' if gpus >= local else 'gloo'}, topology {topology}"
 
 

@@ -17,13 +17,13 @@ LOGGER = logging.getLogger("lightning_topk")
 
 
 class WarnOnce:
-    """Shows each message to the user once, on rank 0: warnings by ``tell``, information by ``note`` if it is set."""
+    """Shows each message once, on rank 0: warnings through ``tell``, information through ``note``, if set."""
 
     def __init__(
         self, tell: Callable[[str], None] | None, rank: int, note: Callable[[str], None] | None = None
     ) -> None:
         self._tell, self._note, self.rank = tell or LOGGER.warning, note or tell or LOGGER.info, rank
-        self.said: set[str] = set()  # on every rank
+        self.said: set[str] = set()  # kept on every rank
 
     def __call__(self, *messages: str, show: Callable[[str], None] | None = None) -> None:
         """Shows warnings, unless they were shown before."""
@@ -38,20 +38,20 @@ class WarnOnce:
 
 
 def start_message(config: TopKConfig, world: int, local: int) -> str:
-    """Says what is in force: the amount, the ranks and the resolved topology; empty if nothing is compressed."""
+    """Names the ratio or saving, the ranks and the resolved topology; empty if nothing is compressed."""
     if not config.compresses or world == 1:
         return ""
     ranks = f"{world // local} nodes of {local} ranks" if 1 < local < world else f"{world} ranks"
     amount = f"ratio={config.ratio!r}" if config.saving is None else f"saving={config.saving:g}"
-    how = ", each of which averages a part of them" * (config.topology == "sharded")
+    how = "; each rank averages one shard" * (config.topology == "sharded")
     return (
-        f"lightning_topk: gradients are compressed by {amount} and exchanged among {ranks}{how} "
+        f"lightning_topk: gradients are compressed ({amount}) and exchanged among {ranks}{how} "
         f"(topology={config.topology!r})."
     )
 
 
 def sent_message(config: TopKConfig, sent: Volume, passes: int) -> str:
-    """Says what was sent in a pass, on average, and instead of what; empty if nothing was compressed."""
+    """Compares the average bytes sent in a pass with DDP's; empty if nothing was compressed."""
     counted = sent.counted(config.by_node)
     if not config.compresses or not counted:
         return ""
@@ -69,22 +69,22 @@ def startup_warnings(requested: TopKConfig, config: TopKConfig, world: int, has_
         if world == 1:
             return ["lightning_topk: a single rank exchanges no gradients, so nothing is compressed."]
         where = f"topology={requested.topology!r}" + " on one node" * requested.compresses
-        return [f"lightning_topk: {where} all-reduces all gradients. Without effect: {', '.join(idle) or 'saving'}."]
+        return [f"lightning_topk: {where} all-reduces whole gradients. Without effect: {', '.join(idle) or 'saving'}."]
     if config.adapts_momentum and not has_optimizers:
         return [
             "lightning_topk: attach was called without optimizer=, so momentum is not adapted to compression, "
-            "residuals ignore changes of the learning rate, and training may end behind DDP's. "
+            "residuals do not follow the learning rate, and training may end behind DDP's. "
             "Pass optimizer=. Without a torch optimizer, pass adapt_momentum=False to silence this."
         ]
     return []
 
 
 def slow_compression(config: TopKConfig, device: torch.device) -> str:
-    """Warning that compression runs in plain torch on a CPU, with the reason; empty if it does not."""
+    """Warns if compression runs in plain torch on a CPU, and says why; empty if it does not."""
     if device.type != "cpu" or not config.compresses or ops.fast(device) is not None:
         return ""
-    remedy = f"it fails here with {ops.FAILED['numba']}" if "numba" in ops.FAILED else "pip install numba."
-    return f"lightning_topk: compression on the CPU takes several times as long without numba: {remedy}"
+    remedy = f"numba fails here with {ops.FAILED['numba']}" if "numba" in ops.FAILED else "pip install numba."
+    return f"lightning_topk: compression on the CPU is several times slower without numba: {remedy}"
 
 
 def saving_warnings(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) -> list[str]:
@@ -109,14 +109,14 @@ def saving_warnings(settings: Buckets, buckets: Sequence[Bucket], sent: Volume) 
     if not by_node and settings.local > 1 and sent.inter_node and sent.node_saving < 0.9 * asked:
         found.append(
             f"lightning_topk: saving={asked:g} holds for each rank, but between nodes each step saves only "
-            f"{sent.node_saving:.3g}x, since the ranks of a node send for themselves. Pass topology='hierarchical', "
-            "the default on GPUs; on CPUs it may take longer per step."
+            f"{sent.node_saving:.3g}x, since each rank of a node sends its own entries. Pass topology='hierarchical', "
+            "the default on GPUs; on CPUs its steps may take longer."
         )
     return found
 
 
 def _together(settings: Buckets, buckets: Sequence[Bucket]) -> Volume:
-    """The bytes of a step that exchanges one bucket of each dtype; empty if one would be too large."""
+    """Returns the bytes of a step with a single bucket per dtype; none if such a bucket would be too large."""
     by_dtype: dict[torch.dtype, tuple[Tensor, ...]] = {}
     for bucket in buckets:
         by_dtype[bucket[0].dtype] = by_dtype.get(bucket[0].dtype, ()) + bucket

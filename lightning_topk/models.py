@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class GPT(nn.Module):
-    """A GPT of the shape of GPT-2 (Radford et al. 2019), without dropout; the head has the weights of the embedding.
+    """A GPT with the shape of GPT-2 (Radford et al. 2019), without dropout; the head shares the embedding's weights.
 
     Takes ``[B, T]`` int64, T at most :data:`CONTEXT`; returns logits ``[B, T, VOCABULARY]``.
     """
@@ -21,7 +21,7 @@ class GPT(nn.Module):
         self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Predicts the next token at each place."""
+        """Returns logits of the next token at each position."""
         length = x.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device)
         h = self.tokens(x) + self.places.weight[:length]
@@ -50,15 +50,15 @@ def make_module(model: str | None = None, module: str | None = None) -> nn.Modul
     except Exception as error:  # a constructor may raise any
         needs = "It must be importable, callable without arguments, and a torch.nn.Module with trained parameters."
         if model is not None:
-            needs = _nearest(model) if isinstance(error, ValueError) else "Install a torchvision for this torch."
+            needs = _nearest(model) if isinstance(error, ValueError) else "Install torchvision for this torch."
         what = f"{'--module' if model is None else '--model'} {model or module}: {type(error).__name__}: {error}"
         raise ValueError(f"{what}. {needs}") from error
 
 
 def _nearest(model: str) -> str:
-    """Says which names are nearest, or where they all are."""
+    """Names the nearest models, or says which names are known."""
     import torchvision
 
     known = [*GPTS, *torchvision.models.list_models()]
     near = ", ".join(difflib.get_close_matches(model.lower(), known))
-    return f"The nearest names are {near}." if near else f"Give {', '.join(GPTS)}, or a name of torchvision's."
+    return f"The nearest names are {near}." if near else f"Use {', '.join(GPTS)}, or the name of a torchvision model."

@@ -1,4 +1,4 @@
-"""``plan``: predicts the exact bytes of a step with each topology, before the run, and their least time on a link."""
+"""``plan``: predicts the exact bytes of a step with each topology, and the least time that they take on a link."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def run(
     saving: float | None = None,
     ratio: float | None = None,
 ) -> str:
-    """Tabulates the bytes of a step with each topology, and the time that they take on a link at least."""
+    """Tabulates the bytes of a step with each topology, and the least time that they take on a link."""
     sizes, world = parameter_sizes(model, module, params), nodes * gpus_per_node
     if world < 2:
         raise ValueError("--nodes x --gpus-per-node must be at least 2: one rank exchanges nothing.")
     (bits, delay), buckets = link(inter, "--inter"), exchanged_buckets(sizes)
     if delay:
-        raise ValueError(f"--inter {inter}: plan counts bytes, and no round trips. Leave out what follows the slash.")
+        raise ValueError(f"--inter {inter}: plan counts bytes, not round trips. Leave out the slash and what follows.")
     speed = bits / 8
     settings = TopKConfig(saving=saving, ratio=ratio)
     default = settings.resolve(world, gpus_per_node, gpus=True).topology
@@ -60,20 +60,20 @@ def run(
                 notes.append(_advice(sent, speed, gpus_per_node, sizes))
         rows.append(row)
     if gpus_per_node > 1:
-        notes.append("A rank also sends to others of its node; what a node sends leaves the node.")
+        notes.append("The bytes of a rank include those to ranks of its own node; the bytes of a node do not.")
     if densities.get("single_server", 1.0) < 0.9 * densities.get(str(default), 0.0):
-        notes.append("single_server sends fewer entries (density), so that saving holds for rank 0, which serves all.")
+        notes.append("single_server sends fewer entries (density), so that rank 0, the server, reaches the saving.")
     if any("too large" in row.values() for row in rows):
         notes.append(f"Too large: a bucket, or a server's shard of it, has more than {LARGEST:,} elements.")
     if sum(sizes) < FEW:
-        notes.append(f"Use DDP: below {FEW:,} parameters its all-reduce is short, and a server gets few entries.")
+        notes.append(f"Use DDP: below {FEW:,} parameters its all-reduce is fast, and a server gets few entries.")
     return (
         f"{sum(sizes):,} parameters, float32, in {counted(len(buckets), 'bucket')}; {counted(nodes, 'node')} of "
         f"{counted(gpus_per_node, 'rank')}, {inter} between them; "
         f"{'saving' if ratio is None else 'ratio'} {ratio or settings.saving:g}.\n\n{markdown(rows)}\n\n"
         "Bytes are exact for these buckets; DDP may fill them in another order. Times are not measured: they are the "
-        "least that the link takes for the bytes, without computing. To measure steps, run python -m lightning_topk "
-        f"bench under torchrun, on your machines. {' '.join(notes)}"
+        "bytes over the speed of the link, a lower bound. To time steps, run python -m lightning_topk bench under "
+        f"torchrun on your machines. {' '.join(notes)}"
     )
 
 
@@ -81,7 +81,7 @@ FEW = 10_000  # parameters below which DDP is the better choice
 
 
 def parameter_sizes(model: str | None = None, module: str | None = None, params: int | None = None) -> list[int]:
-    """Elements of each trainable parameter of a named model or of a class, or of up to 1,000 equal ones."""
+    """Elements of each trained parameter of a model (by name or class), or of up to 1,000 equal parameters."""
     if params is not None:
         each = max(2**20, -(-params // 1000))
         return [each] * (params // each) + [params % each] * (params % each > 0)
@@ -91,27 +91,27 @@ def parameter_sizes(model: str | None = None, module: str | None = None, params:
 
 
 MESSAGE = 10e-6
-"""Seconds of its sender that a message is assumed to take, whatever its size: a system call and its interrupts."""
+"""Assumed cost of a message to its sender, in seconds, whatever its size: a system call and its interrupts."""
 
 
 def _advice(sent: Volume, speed: float, gpus: int, sizes: Sequence[int]) -> str:
-    """Advises larger buckets where a rank's messages take longer than a node's bytes on a link of ``speed`` bytes/s."""
+    """Advises larger buckets if a rank's messages take longer than a node's bytes on a link of ``speed`` bytes/s."""
     messages, of_bytes = MESSAGE * sent.messages / gpus, sent.inter_node / speed  # seconds
     words = f"A rank sends {sent.messages // gpus:,} messages to other nodes"
     if messages <= of_bytes:
         return f"{words}."
-    words += f": if each takes {1e6 * MESSAGE:.0f} µs of it, {1000 * messages:,.1f} ms, longer than the bytes."
+    words += f": at {1e6 * MESSAGE:.0f} µs each they take {1000 * messages:,.1f} ms, longer than the bytes."
     cap, whole = math.ceil(25 * messages / of_bytes), math.ceil(4 * sum(sizes) / 2**20)  # MiB
     return words if whole <= 25 else f"{words} Pass bucket_cap_mb={min(cap, whole)} or more."
 
 
 def exchanged_buckets(sizes: list[int]) -> list[list[int]]:
-    """Elements of the parameters of each bucket: DDP's, or one for a model that would fill one of 25 MiB at most."""
+    """Elements of each parameter, by bucket: DDP's buckets, or a single one for a model of up to 25 MiB."""
     return [sizes] if sum(sizes) * 4 <= 25 * 2**20 else ddp_buckets(sizes)
 
 
 def ddp_buckets(sizes: list[int], cap_mb: float = 25) -> list[list[int]]:
-    """Groups elements of parameters as DDP does, last first: 1 MiB in the first bucket, ``cap_mb`` in the others."""
+    """Groups parameters into buckets as DDP does, last first: 1 MiB in the first bucket, ``cap_mb`` in the others."""
     buckets: list[list[int]] = [[]]
     for size in reversed(sizes):
         buckets[-1].append(size)
@@ -121,17 +121,17 @@ def ddp_buckets(sizes: list[int], cap_mb: float = 25) -> list[list[int]]:
 
 
 def link(rate: str, name: str = "--rate") -> tuple[float, float]:
-    """Bits per second and seconds of a round trip of a link such as ``100mbit``, or ``100mbit/20ms``."""
+    """Parses a link such as ``100mbit`` or ``100mbit/20ms``: bits per second, and seconds per round trip."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit(?:/(\d+(?:\.\d+)?)ms)?", rate.lower())
     if not found or float(found[1]) == 0:
         raise ValueError(
-            f"{name} {rate} is no rate; write it like 100mbit or 2.5gbit, or 1gbit/20ms with a round trip."
+            f"{name} {rate} is not a rate; write it like 100mbit or 2.5gbit, or 1gbit/20ms with a round trip."
         )
     return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]], float(found[3] or 0) / 1000
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things, in words."""
+    """Formats a count, such as ``2 nodes``."""
     return f"{number} {what}{'s' * (number > 1)}"
 
 

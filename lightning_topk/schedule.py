@@ -14,7 +14,7 @@ from typing_extensions import override
 
 
 def as_float(number: Real) -> float:
-    """The number as a float; NaN, which is in no range, if it is too large for one."""
+    """Converts a number to a float; a number too large for one becomes NaN, which fails every range check."""
     try:
         return float(number)
     except OverflowError:
@@ -52,7 +52,7 @@ class Warmup(Schedule):
         epochs: Length in epochs, at least 1; the ratio then changes between epochs only.
 
     Raises:
-        ValueError: A ratio or a length is out of range, or not exactly one length is set.
+        ValueError: A ratio or a length is out of range, or ``steps`` and ``epochs`` are both set or both missing.
     """
 
     ratio: float
@@ -98,7 +98,7 @@ class ExponentialWarmup(Warmup):
 
 
 class CosineWarmup(Warmup):
-    """Decay along half a cosine, as is common for learning rates."""
+    """Cosine decay of the ratio, as is common for learning rates."""
 
     @override
     def shape(self, progress: float) -> float:
@@ -112,9 +112,9 @@ Ratio = float | Varying
 
 
 def ratio_at(ratio: Varying, step: int, epoch: int, name: str = "ratio") -> float:
-    """Returns the ratio in force at a step; refuses a value outside (0, 1]. ``name`` is the setting's."""
+    """Returns the ratio in force at a step; refuses a value outside (0, 1]. Errors show ``name``."""
     value: Any = ratio.at(step, epoch) if isinstance(ratio, Schedule) else ratio(step)
-    with suppress(TypeError, ValueError, RuntimeError):  # no number, or several
+    with suppress(TypeError, ValueError, RuntimeError):  # not a single number
         if not isinstance(value, bool) and 0 < value <= 1:
             return float(value)
     raise ValueError(f"{name}={ratio!r} returned {value!r} at step {step}; it must return a number in (0, 1].")

@@ -19,9 +19,9 @@ from lightning_topk.core.requests import AllGather, AllReduce, AllToAll, Among, 
 class Cluster:
     """Simulates ``world`` workers, ``local`` on each node, that exchange a gradient of ``numel`` elements step by step.
 
-    ``sizes`` are the elements of each of its parameters (default: it has one), ``uncompressed`` the indices of
-    uncompressed ones. Ranks with ``saving=`` lift parameters of small gradients by themselves (``runtime/shares.py``);
-    a cluster does not: :meth:`.Endpoint.lift` sets their lifts.
+    ``sizes`` lists the elements of each parameter (default: one parameter), ``uncompressed`` the indices of the
+    uncompressed ones. With ``saving=``, training lifts the parameters whose gradients are small
+    (``runtime/shares.py``). The simulator does not; :meth:`.Endpoint.lift` sets lifts.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Cluster:
     ) -> None:
         sizes = sizes or (numel,)
         if sum(sizes) != numel:
-            raise ValueError(f"sizes={sizes} add up to {sum(sizes)}, and numel={numel} must be the same number.")
+            raise ValueError(f"sizes={sizes} add up to {sum(sizes)}, but numel={numel}; make them equal.")
         bucket = sizes, dtype.itemsize, uncompressed, 0
         (self.plan,) = plan_step(config.resolve(world, local), [bucket], world, local)
         self.local, self.measure, self.steps = local, measure, 0
         self.endpoints = [self.plan.endpoint(rank, dtype, torch.device(device)) for rank in range(world)]
         self.outcomes: list[Outcome] = []  # of the last exchange, one per rank
-        self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}  # that each worker has sent to others so far
+        self.sent_bytes = {"uplink": [0] * world, "downlink": [0] * world}  # so far, from each worker to others
 
     def step(
         self,
@@ -56,14 +56,14 @@ class Cluster:
     ) -> list[Tensor]:
         """Exchanges W gradients ``[numel]``; returns the W delivered ones ``[numel]``.
 
-        If the gradients contain a scalar loss ``scale``, the delivered ones do too. What waits is
-        multiplied by ``fade``. ``clips`` has each worker's clipping.
+        If the gradients are multiplied by a scalar loss ``scale``, so are the delivered ones. Residuals are multiplied
+        by ``fade``. ``clips`` holds each worker's clipping.
         """
         found, world, numel = {tuple(gradient.shape) for gradient in gradients}, len(self.endpoints), self.plan.numel
         if len(gradients) != world or found != {(numel,)}:
             raise ValueError(
                 f"step got {len(gradients)} gradients of shape {' and '.join(map(str, found))}; it takes {world}, one "
-                f"of each worker, of shape {(numel,)}."
+                f"per worker, of shape {(numel,)}."
             )
         outputs, exchanges = [gradient.clone() for gradient in gradients], []
         for end, g, clip in zip(self.endpoints, outputs, clips or [None] * len(outputs), strict=True):
@@ -75,7 +75,7 @@ class Cluster:
         return outputs
 
     def drive(self, exchanges: Sequence[Exchange]) -> list[Outcome]:
-        """Runs one exchange per rank, answering requests once all ranks have made theirs; returns the outcomes."""
+        """Runs one exchange per rank; answers requests once every rank has made one. Returns the outcomes."""
         replies: list[Any] = [None] * len(exchanges)
         while True:
             requests: list[Request] = []

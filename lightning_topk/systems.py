@@ -27,7 +27,7 @@ _SYSTEMS: dict[str, dict[str, Any]] = {
 presets: Mapping[str, Mapping[str, Any]] = {
     name: {"ratio": 0.001, "wire": "bf16", "adapt_momentum": False, **system} for name, system in _SYSTEMS.items()
 }
-"""The systems of the papers, literally, as arguments of :class:`lightning_topk.TopKConfig` and of the strategies.
+"""The systems of the papers, unchanged, as arguments of :class:`lightning_topk.TopKConfig` and of the strategies.
 
 ``dense``: Dense-SGD, through the exchange. ``topk``, ``gaussiank``, ``trimmed``: TopK-SGD of Shi et al. 2019, by
 all-gather, with that selector. ``randk``: the same random positions on all ranks. ``dgc``: DGC-SGD of Lin et al. 2018,

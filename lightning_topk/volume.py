@@ -35,15 +35,15 @@ def volume(
     uncompressed: Iterable[Sequence[int]] = (),
     settled: bool = True,
 ) -> Volume:
-    """Predicts the bytes that a rank, one of ``world`` with ``local`` on each node, sends in a step.
+    """Predicts the bytes that one of ``world`` ranks, with ``local`` ranks per node, sends in a step.
 
-    ``buckets`` are the elements of each DDP bucket, or of each of its parameters. These matter with
-    ``topology="hierarchical"``, since the ranks of a node take a slice of each. With ``single_server`` rank 0 differs
-    from the others. ``itemsize`` is in bytes. ``uncompressed`` has the indices of the parameters of each bucket that
-    ``dense_parameters`` matches. ``parameters`` has the number of parameters in each bucket, only with
-    ``find_unused_parameters``: the ranks then exchange one bit per parameter. ``settled`` says whether they know all
-    buckets: with ``find_unused_parameters`` from the start, else if they exchanged the same in the step before. Until
-    then they treat small ones like others (:func:`lightning_topk.bucket.plan_step`).
+    ``buckets`` lists the elements of each DDP bucket, or of each parameter in it; the latter matter with
+    ``topology="hierarchical"``, where the ranks of a node slice each parameter. With ``single_server`` rank 0 differs
+    from the others. ``itemsize`` is in bytes. ``uncompressed`` lists, for each bucket, the indices of the parameters
+    that ``dense_parameters`` matches. ``parameters`` lists the number of parameters in each bucket, only with
+    ``find_unused_parameters``: ranks then exchange one bit per parameter. ``settled`` says whether the ranks know all
+    buckets of the step: with ``find_unused_parameters`` from the start, else once the previous step exchanged the same.
+    Until then they plan small buckets like others (:func:`lightning_topk.bucket.plan_step`).
     """
     plans = plans_of(config, buckets, world, itemsize, local, uncompressed, settled)
     rank = check_integer("rank", rank, 0, world - 1)
@@ -78,13 +78,13 @@ def plans_of(
 
 
 def _integers(name: str, found: Any, most: float = math.inf) -> tuple[int, ...]:
-    """One integer from 0 to ``most``, or several."""
+    """Checks one integer from 0 to ``most``, or several."""
     several = found if isinstance(found, Iterable) else (found,)
     return tuple(check_integer(name, each, 0, most) for each in several)
 
 
 def _of_each(name: str, found: Iterable[Any], buckets: int) -> list[Any]:
-    """What belongs to each of so many buckets; nothing if ``found`` is empty."""
+    """Returns one item per bucket, empty ones if ``found`` is empty; refuses another number of items."""
     each = list(found) or [()] * buckets
     if len(each) != buckets:
         raise ValueError(f"{name}={each} has {len(each)} items, but one is needed for each of {buckets} buckets.")

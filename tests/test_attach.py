@@ -93,7 +93,7 @@ def test_unsupported_models_and_settings_that_differ_by_rank_are_refused(rank, w
         "This is a Linear on one of 2 ranks. Pass the model that training calls": (net, {}),
         "FSDP1 has no hook for": (FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), {}),
         "already has another communication hook, and DDP takes only one": (taken, {}),
-        "replicate() wraps": (nn.Sequential(replicated()), {}),
+        "wrapped by torch's replicate()": (nn.Sequential(replicated()), {}),
         "Use DistributedDataParallel(model)": (replicate_by_ddp(nn.Linear(3, 3)), {}),
         "skip_all_reduce_unused_params=True is not supported with top-k exchange": (
             ddp(skip_all_reduce_unused_params=True, find_unused_parameters=True), {},
@@ -337,7 +337,7 @@ def test_notices_are_given_once_and_on_one_rank(rank, world):
         summary == f"lightning_topk: this rank sent {sent.sent} B instead of 6.72 kB a step ({sent.saving:.1f}x less)."
     )
     for words in ("attach was called without optimizer=, so momentum is not adapted", "numba: pip install numba.",
-                  summary, "gradients are compressed by saving=20 and exchanged among 2 ranks, each of which averages",
+                  summary, "gradients are compressed (saving=20) and exchanged among 2 ranks; each rank averages one",
                   "Without a torch optimizer, pass adapt_momentum=False",
                   "the momentum of AdamW is adapted to compression"):  # fmt: skip
         assert sum(words in line for line in said) == (rank == 0), said

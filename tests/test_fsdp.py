@@ -524,8 +524,8 @@ def test_what_cannot_be_exchanged_is_refused_with_the_remedy(rank, world):
     fully_shard(partly.first, mesh=inside)
     attach(taken, process_group=between, ratio=0.1)
     cases = {
-        "one dimension of a device mesh. Pass mesh['replicate']": (fully, {"ratio": 0.1}),
-        "must have the same shard on each node": (fully, {"process_group": inside}),
+        "one dimension of a device mesh. Pass the dimension across nodes": (fully, {"ratio": 0.1}),
+        "must hold the same shard, one rank per node": (fully, {"process_group": inside}),
         "with a replicate dimension": (sharded(net(), mesh), {"process_group": between}),
         "on several meshes": (several, {"process_group": between}),
         "'scale' (one of 5) is not sharded": (partly, {"process_group": between}),

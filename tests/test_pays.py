@@ -189,10 +189,10 @@ def bench(monkeypatch):
 
 @pytest.mark.unit
 def test_invalid_benches_are_refused_before_anything_starts(bench):
-    assert "so there is nothing to exchange. Start it on each of two machines" in bench("--params 1M", **LAUNCHED)
+    assert "so there is nothing to exchange. Run this on each of two machines" in bench("--params 1M", **LAUNCHED)
     assert "not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT." in bench("--params 1M", RANK="0")
     assert "'DPP' is unknown; it must be one of 'no exchange', 'DDP'" in bench("--params 1M --only DPP")
-    assert "exchanges nothing: take 2 or more" in bench("--params 1M --ranks 1")
+    assert "exchanges nothing: use 2 or more" in bench("--params 1M --ranks 1")
 
 
 @on_ranks(2)

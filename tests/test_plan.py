@@ -118,7 +118,7 @@ def test_bytes_are_shown_by_three_digits_in_the_unit_that_these_need():
     [
         (25_000_000, 4, "1gbit", "A rank sends 30 messages to other nodes."),
         (5_000_000, 8, "1gbit", "A rank sends 14 messages to other nodes."),
-        (25_000_000, 512, "10gbit", "10 µs of it, 51.1 ms, longer than the bytes. Pass bucket_cap_mb=96 or more."),
+        (25_000_000, 512, "10gbit", "each they take 51.1 ms, longer than the bytes. Pass bucket_cap_mb=96 or more."),
         (10, 2, "1gbit", "longer than the bytes. single_server sends"),
         (7 * 10**9, 64, "25gbit", "126,000 messages to other nodes: .* Pass bucket_cap_mb=87 or more."),
     ],
@@ -132,8 +132,8 @@ def test_the_plan_counts_messages_and_advises_larger_buckets_where_they_take_lon
 
 def test_the_plan_explains_its_columns_where_they_surprise_and_names_ddp_for_a_tiny_model():
     several, one, tiny = (plan(2, gpus, params=params) for gpus, params in ((8, 10**7), (1, 10**7), (1, 9999)))
-    assert "what a node sends leaves the node. single_server sends fewer entries (density)" in several
-    assert "leaves the node" not in one + tiny
+    assert "the bytes of a node do not. single_server sends fewer entries (density)" in several
+    assert "bytes of a node" not in one + tiny
     assert "single_server sends" not in one + tiny
     assert "Use DDP: below 10,000 parameters" in tiny
     assert "Use DDP" not in several + one
@@ -159,11 +159,11 @@ def test_every_size_has_a_plan_and_topologies_that_do_not_fit_say_so(monkeypatch
     ("words", "message"),
     [
         (["--params", "25e6", "--nodes", "1"], "one rank exchanges nothing"),
-        (["--params", "1M", "--nodes", "2", "--inter", "10"], "--inter 10 is no rate; write it like"),
-        (["--params", "1M", "--nodes", "2", "--inter", "1gbit/20ms"], "plan counts bytes, and no round trips"),
-        (["--params", "1M", "--nodes", "2", "--saving", "50", "--ratio", "0.1"], "both say how much is sent"),
+        (["--params", "1M", "--nodes", "2", "--inter", "10"], "--inter 10 is not a rate; write it like"),
+        (["--params", "1M", "--nodes", "2", "--inter", "1gbit/20ms"], "plan counts bytes, not round trips"),
+        (["--params", "1M", "--nodes", "2", "--saving", "50", "--ratio", "0.1"], "both say how much to send"),
         (["--model", "resnet999", "--nodes", "2"], "Unknown model resnet999. The nearest names are .*resnet"),
-        (["--model", "nothing", "--nodes", "2"], "Give gpt2, gpt2-medium, .*or a name of torchvision's.$"),
+        (["--model", "nothing", "--nodes", "2"], "Use gpt2, gpt2-medium, .*or the name of a torchvision model.$"),
     ],
 )
 def test_invalid_plans_are_refused(monkeypatch, words, message):

@@ -1,4 +1,4 @@
-"""``attach``: passes a model to the adapter for its wrapper, DDP or FSDP2."""
+"""``attach``: passes a model to the adapter of its wrapper, DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def attach(
     """Compresses the gradient exchange of a wrapped model.
 
     Call it on every rank, right after wrapping the model. With DDP, all ranks exchange the model's buckets. With
-    ``fully_shard`` (FSDP2) inside each node, the replicas on different nodes exchange their shards::
+    ``fully_shard`` (FSDP2) inside each node, ranks of different nodes that hold the same shard exchange it::
 
         mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh["shard"])
@@ -55,35 +55,35 @@ def attach(
     If a DDP model was attached before, its earlier state is closed, and the new one takes its place.
 
     Args:
-        model: The wrapped model. In a single process it may be a bare module, as Accelerate's ``prepare`` returns it
-            there; the state then exchanges nothing.
+        model: The wrapped model. In a single process it may be a bare module, such as Accelerate's ``prepare`` returns
+            there; nothing is exchanged then.
         config: The settings; or pass them as keywords.
         timeout: Timeout of collectives. Default: the timeout of the model's process group.
-        residuals: Residuals of an earlier state of the same model, which the new one continues, steps included.
+        residuals: Residuals of an earlier state of the same model. The new state continues them and the step count.
         epoch: Function that returns the epoch, for schedules by epoch.
         broadcast_weights: For FSDP2 only: whether to broadcast the first replica's weights to the others now. DDP
             broadcasts weights when it wraps a model.
-        optimizer: The optimizer or a list of optimizers: gradients that wait follow its learning rate, and settings
-            depend on it (``adapt_momentum``, ``momentum``). Or a function that returns a list, empty until they exist.
-        scaler: The GradScaler that scales the loss. Residuals are then unscaled.
+        optimizer: The optimizer, a list of them, or a function that returns a list, empty until they exist. Residuals
+            follow the learning rate; ``adapt_momentum`` and ``momentum`` depend on the optimizer.
+        scaler: The GradScaler that scales the loss. Residuals are kept unscaled.
         local_world_size: For DDP only: ranks per node, for ``topology="hierarchical"`` and to count bytes between
             nodes. Ranks of a node are consecutive. Default: torchrun's ``LOCAL_WORLD_SIZE``, or 1.
         announce: Called on rank 0 with messages for the user, such as settings without effect or adapted momentum.
             Default: the logger ``lightning_topk``, at level WARNING, or INFO for information.
         process_group: For FSDP2 only: the ranks that hold the same shard, one per node, as a process group or as one
             dimension of a device mesh. A DDP model has its own group.
-        max_norm: What you pass to ``clip_grad_norm_``, so that each gradient waits as clipped as dense training would
-            apply it. A number if you clip all parameters together, or a list with one for each optimizer (None: not
-            clipped). Keep your call: it clips what is delivered. If you change gradients between backward and your
-            call, such as dividing them by a number of tokens, do that to the loss instead, or leave ``max_norm`` out.
+        max_norm: What you pass to ``clip_grad_norm_``: each gradient then enters the residual clipped as in dense
+            training. A number if you clip all parameters together, or a list with one for each optimizer (None: not
+            clipped). Keep your call: it clips what is delivered. If you change gradients before that call, such as
+            dividing them by a number of tokens, change the loss instead, or leave ``max_norm`` out.
         **settings: See :class:`lightning_topk.TopKStrategy`.
 
     Returns:
-        The state; call its ``close()`` when training is over, which also tells what a step has sent (``summary()``).
+        The state. Call its ``close()`` when training is over; it also shows what a step has sent (``summary()``).
 
     Raises:
         TypeError: The model is wrapped neither in DistributedDataParallel nor by ``fully_shard``, an argument has
-            another type, ``optimizer`` or ``epoch`` returns something else, or a setting is unknown.
+            the wrong type, ``optimizer`` or ``epoch`` returns the wrong type, or a setting is unknown.
         ValueError: A model option bypasses or contradicts the hook, a setting needs an argument that was not passed,
             or an argument belongs to the other wrapper.
         RuntimeError: The model already has another communication hook.
@@ -105,8 +105,8 @@ def attach(
     wrappers = {kind for module in modules for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
     if any(kind.__module__.startswith("torch.distributed._composable.replicate") for kind in wrappers):
         raise TypeError(
-            "attach does not take a model that torch's replicate() wraps: it calls no hook in place of its all-reduce. "
-            "Use DistributedDataParallel(model), and attach that."
+            "attach does not take a model wrapped by torch's replicate(): no hook can replace its all-reduce. Use "
+            "DistributedDataParallel(model), and attach that."
         )
     if any(kind.__name__ == "FSDPModule" for kind in wrappers):
         # FSDP2 is slow to import; a sharded model has imported it already.
@@ -126,14 +126,14 @@ def attach(
     if isinstance(model, torch.nn.Module) and ranks == 1:
         return Alone(config, announce)
     raise TypeError(
-        "attach takes a DistributedDataParallel model or one that fully_shard (FSDP2) wraps; FSDP1 has no hook for "
-        f"gradients of shards. This is a {type(model).__name__} on one of {ranks} ranks. Pass the model that training "
+        "attach takes a DistributedDataParallel model or one wrapped by fully_shard (FSDP2); FSDP1 has no hook for "
+        f"sharded gradients. This is a {type(model).__name__} on one of {ranks} ranks. Pass the model that training "
         "calls: with Hugging Face's Trainer, trainer.model_wrapped; in your own loop, DistributedDataParallel(model)."
     )
 
 
 def _check(timeout: Any, residuals: Any, scaler: Any, announce: Any) -> None:
-    """Refuses arguments of another type, before anything is connected."""
+    """Refuses arguments of the wrong type before anything is connected."""
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         raise TypeError(f"timeout={timeout!r} must be a timedelta above 0, or None.")
     if residuals is not None and not isinstance(residuals, Residuals):
@@ -145,7 +145,7 @@ def _check(timeout: Any, residuals: Any, scaler: Any, announce: Any) -> None:
 
 
 class Alone:
-    """The state of a module that a single process trains: it exchanges nothing, and keeps a checkpoint's steps."""
+    """The state of a module that a single process trains: exchanges nothing, but keeps a checkpoint's step count."""
 
     nonfinite_steps = steps = 0
     rank, world = 0, 1
@@ -159,11 +159,11 @@ class Alone:
         return Report()
 
     def summary(self) -> str:
-        """Returns nothing: nothing is sent."""
+        """Returns an empty string: nothing is sent."""
         return ""
 
     def predicted(self) -> Volume:
-        """Returns no bytes."""
+        """Returns a volume of zero bytes."""
         return Volume()
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Alone:
         """Ignores residuals, with a warning."""
         self.steps = entry.get("steps", 0)
         if entry.get("parameters"):
-            self._say("lightning_topk: the checkpoint's residuals are ignored: a single rank has no exchange for them.")
+            self._say("lightning_topk: the checkpoint's residuals are ignored, since a single rank exchanges nothing.")
 
     def close(self) -> None:
         """Does nothing: the state holds no resources."""

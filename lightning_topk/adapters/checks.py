@@ -30,12 +30,12 @@ def check_ddp_options(options: Mapping[str, Any]) -> None:
 
 
 def described(names: Mapping[Tensor, str]) -> dict[str, str]:
-    """Parameters in words, by name, to compare between ranks."""
+    """Describes parameters by name, to compare them between ranks."""
     return {name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}" for p, name in names.items()}
 
 
 def check_parameters(names: Mapping[Tensor, str]) -> None:
-    """Refuses trained parameters on several devices, and those whose gradients top-k cannot order."""
+    """Refuses trained parameters on several devices, not of real floating point, or with an optimizer in backward."""
     trained = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
     devices = {parameter.device for parameter in trained}
     if len(devices) > 1:
@@ -57,7 +57,7 @@ def check_parameters(names: Mapping[Tensor, str]) -> None:
 
 
 def watch_gradients(parameter: Tensor, note: Callable[[Tensor], None]) -> list[RemovableHandle]:
-    """Calls ``note`` with a parameter whenever its gradient is accumulated, also if it is unfrozen later."""
+    """Calls ``note`` with a parameter whenever its gradient is accumulated, even if it is unfrozen later."""
     if not parameter.is_floating_point():
         return []  # it never gets a gradient
     trained = parameter.requires_grad

@@ -41,11 +41,11 @@ class TopKState(HookState):
     """State of the communication hook of one DDP model. Created by :func:`lightning_topk.attach`."""
 
     used: "set[Tensor] | None" = None
-    """Parameters that got a gradient which is not exchanged yet; None if they are not watched."""
+    """Parameters with a gradient that is not exchanged yet; None if they are not watched."""
     _watches: "Sequence[RemovableHandle]" = ()
     _together = False  # whether the buckets of a pass are exchanged as one
     _waiting: "list[_Part]"
-    _delayed = 0  # parameters in the first pass of a static graph that are still to come
+    _delayed = 0  # parameters still to come in the first pass of a static graph
     _outside: "Sequence[tuple[Tensor, str]]" = ()  # parameters that an optimizer updates and DDP does not reduce
     model: "Callable[[], DistributedDataParallel | None]" = staticmethod(lambda: None)
     """Returns the model while it is in use."""
@@ -53,8 +53,8 @@ class TopKState(HookState):
     def exchange_together(self, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
         """Exchanges a model of up to 25 MiB as one bucket, unless the user has set the size of buckets.
 
-        DDP would make two, of 1 MiB and of the rest. In one bucket all entries compete for the payload; in two, each
-        parameter keeps the density of its bucket, and a model whose embedding needs five times as much falls behind.
+        DDP would make two: one of 1 MiB, and one of the rest. In one bucket all entries compete for the payload; in
+        two, a parameter keeps its bucket's density, and a model whose embedding needs five times as much falls behind.
         """
         small = sum(p.nbytes for p in trained) <= model.bucket_bytes_cap
         self._together = small and model.bucket_bytes_cap_default and len({p.dtype for p in trained}) == 1
@@ -65,10 +65,10 @@ class TopKState(HookState):
         self._watches = [watch for each in parameters for watch in watch_gradients(each, self.used.add)]
 
     def continue_accumulation(self, earlier: "Iterable[TopKState]") -> None:
-        """Repeats to DDP and to this state which parameters got gradients that earlier states have not exchanged.
+        """Tells DDP and this state which parameters have gradients that earlier states did not exchange.
 
-        A reducer that is new or was reset takes them for unused if the next backward pass does not use them, and would
-        leave their gradients as they are. It learns of a use only by autograd's hooks.
+        If the next backward pass does not use them, a new or reset reducer would count them as unused and leave their
+        gradients as they are. It learns of a use only from autograd's hooks; so they get a gradient of zeros.
         """
         if self.used is not None:
             accumulated = {p for each in earlier for p in each.used or () if p in self.names and p.requires_grad}
@@ -76,12 +76,12 @@ class TopKState(HookState):
             torch.autograd.backward([*zeros], [*zeros.values()])
 
     def expect_delayed_pass(self, model: DistributedDataParallel) -> None:
-        """Counts the parameters of a static graph's first pass: DDP gives the index 0 to each of its buckets."""
+        """Counts the parameters of a static graph's first pass, in which DDP gives every bucket the index 0."""
         if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
             self._delayed = model._get_ddp_logging_data()["num_parameter_tensors"]
 
     def plan_first_pass(self, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
-        """Plans the first pass's buckets together, if there are several: else they would change after it."""
+        """Plans the first pass's buckets together if DDP keeps them; otherwise their plans would change after it."""
         if self._together or not model.find_unused_parameters or model.static_graph:
             return
         private: Any = dist
@@ -92,7 +92,7 @@ class TopKState(HookState):
             self.buckets.plan_together([*map(self.buckets.find, buckets)])
 
     def check_launch_order(self, model: DistributedDataParallel) -> None:
-        """Names collectives of the backward pass that NCCL may start in another order than the exchange's."""
+        """Warns if NCCL may start the exchange and other collectives in a different order on each rank."""
         sync = any(isinstance(each, torch.nn.SyncBatchNorm) for each in model.modules())
         others = [
             each.group_desc or each.group_name
@@ -105,7 +105,7 @@ class TopKState(HookState):
             whose = "SyncBatchNorm's collectives" if sync else f"collectives of {others[0]!r}, if backward has any,"
             self._say(
                 f"lightning_topk: {whose} and the exchange use different NCCL communicators. Training may hang unless "
-                "all ranks start collectives of both in the same order: set NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26)."
+                "all ranks start collectives of both in the same order: set NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26+)."
             )
 
     def launch(self, bucket: GradBucket) -> Future:
@@ -177,7 +177,7 @@ class TopKState(HookState):
                 each.record_stream(stream)
 
     def _check_outside(self) -> None:
-        """Names trained parameters that DDP does not reduce, though it is not told to ignore them."""
+        """Warns of trained parameters that DDP does not reduce, although it was not told to ignore them."""
         model = self.model()
         if model is not None and self.optimizers.renewed:
             self.optimizers.renewed, updated = False, self.optimizers.updated()
@@ -212,9 +212,9 @@ class _Part(NamedTuple):
 
 
 class InUse:
-    """What DDP's hook receives: the state in use. DDP never drops a hook, so a later attach replaces the state.
+    """The hook's argument: holds the state in use. DDP never drops a hook, so a later attach replaces the state.
 
-    A copy of a DDP model has no hook; there it has no state either, and says so if the copy is trained.
+    A copy of a DDP model has no hook; the copy of this object has no state, and warns if the copied model is trained.
     """
 
     def __init__(self, state: Any = None, say: WarnOnce | None = None) -> None:
@@ -227,10 +227,10 @@ class InUse:
         return InUse, ()  # DDP pickles it
 
     def warn_of_copy(self) -> None:
-        """Says once, on rank 0, that a copy exchanges whole gradients."""
+        """Warns once, on rank 0, that a copy exchanges whole gradients."""
         self._say = self._say or WarnOnce(None, dist.get_rank())
         self._say(
-            "lightning_topk: a copy of an attached DDP model is trained. It has no communication hook, and exchanges "
+            "lightning_topk: a copy of an attached DDP model is trained. It has no communication hook, so it exchanges "
             "whole gradients. To compress them, attach the copy too."
         )
 
@@ -306,7 +306,7 @@ def _exchanged(model: DistributedDataParallel) -> dict[Tensor, str]:
 
 
 def _check_use(model: DistributedDataParallel, args: Any) -> None:
-    """Warns of a copy that is trained, and refuses a ``join`` whose mean is not over all ranks, and CUDA graphs."""
+    """Warns if a copy is trained; refuses CUDA graphs, and a ``join`` whose mean is not over all ranks."""
     for _, hook in model._comm_hooks if model.training and torch.is_grad_enabled() else ():
         if isinstance(hook, InUse) and hook.state is None:
             hook.warn_of_copy()
@@ -318,13 +318,13 @@ def _check_use(model: DistributedDataParallel, args: Any) -> None:
     exchanges = model.require_backward_grad_sync and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if exchanges and model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a CUDA graph captures a step of an attached model. The exchange decides in each step what it sends, and a "
+            "a CUDA graph captures a step of an attached model. The exchange decides in each step what to send, but a "
             "replay would repeat one step's decisions. Capture the module alone, before DDP wraps it "
             "(torch.cuda.make_graphed_callables), or use torch.compile(mode='reduce-overhead')."
         )
 
 
 def smaller_buckets_(options: dict[str, Any], device: torch.device) -> None:
-    """Sets ``bucket_cap_mb`` in DDP's options on CPUs, if the user gave none; see :data:`.CPU_BUCKET_MB`."""
+    """Sets ``bucket_cap_mb`` in DDP's options on CPUs, if the user did not; see :data:`.CPU_BUCKET_MB`."""
     if device.type == "cpu" and options.get("bucket_cap_mb") is None:
         options["bucket_cap_mb"] = CPU_BUCKET_MB

@@ -1,4 +1,4 @@
-"""Repairs of torch and Lightning: each says what misbehaves, in which version, and what will make it obsolete."""
+"""Workarounds for torch and Lightning: each says what misbehaves, in which version, and what makes it obsolete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def connect_after_restart(strategy: Any) -> None:
     """Initialises a strategy's default group without the addresses of ranks that died, if torchrun may restart ranks.
 
     torch 2.15 gives restarted workers the store of the last attempt. The first rank to connect would read another
-    rank's old address in it, and fail. Obsolete once torchrun clears the store or gives each attempt a prefix.
+    rank's old address there, and fail. Obsolete once torchrun clears the store or gives each attempt a prefix.
     """
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or dist.is_initialized():
         return
@@ -39,8 +39,8 @@ def connect_after_restart(strategy: Any) -> None:
 def _name_of_attempt(store: Any, rank: int, world: int, timeout: timedelta) -> str:
     """Returns a name that the current ranks agree on and that no earlier attempt had.
 
-    The store outlives the ranks, and no rank knows how often the others were restarted, since torchrun counts on every
-    node by itself. So each rank writes a hello with a random word, and rank 0 answers every hello, stale ones included,
+    The store outlives the ranks, and no rank knows how often the others were restarted, since torchrun counts per
+    node. So each rank writes a hello with a random word, and rank 0 answers every hello, stale ones included,
     until all current ranks have acknowledged.
     """
     mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()

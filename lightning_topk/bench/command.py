@@ -33,7 +33,7 @@ from lightning_topk.models import CONTEXT, GPTS, VOCABULARY, make_module
 from lightning_topk.plan import Row, counted, ddp_buckets, markdown
 from lightning_topk.volume import volume
 
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 THEIRS = ("no exchange", "DDP", "16-bit hook", "PowerSGD")
 
 
@@ -41,8 +41,8 @@ THEIRS = ("no exchange", "DDP", "16-bit hook", "PowerSGD")
 class Work:
     """What to time: a ``model`` by name, a class ``module``, or exchanges of ``params`` parameters without a model.
 
-    ``input`` is the shape of an example, of a GPT its number of tokens; the verdict is about ``saving``; ``only`` lists
-    the exchanges to time.
+    ``input`` is the shape of an example (for a GPT, its number of tokens); the verdict is about ``saving``; ``only``
+    lists the exchanges to time.
     """
 
     model: str | None = None
@@ -69,12 +69,12 @@ class Work:
 
     @property
     def ours(self) -> dict[str, dict[str, float]]:
-        """Our amounts by name: the one of the verdict, and two that send less."""
+        """Our settings by name: the verdict's, and two that send less."""
         first = {f"saving={self.saving:g}": {"saving": self.saving}}
         return first | {"saving=150": {"saving": 150}, "ratio=0.001": {"ratio": 0.001}}
 
     def training(self, rank: int, device: torch.device) -> tuple[nn.Module, peers.Backward]:
-        """The model, with the same weights on all ranks; and backward of the mean square of all outputs."""
+        """Returns the model, with the same weights on all ranks, and backward of the mean square of all outputs."""
         if self.params is not None:
             return peers.noise(self.params, rank, device)
         torch.manual_seed(0)
@@ -91,7 +91,7 @@ class Work:
         return net, backward
 
     def exchanges(self, shapes: Sequence[Sequence[int]]) -> dict[str, peers.Peer]:
-        """The exchanges to time, by name, for a model of these parameters."""
+        """The exchanges to time, by name, for a model with parameters of these shapes."""
         # On gloo, too, bfloat16 is faster than float16: 6 million elements take 19 ms instead of 52 (torch 2.14).
         low_rank = peers.power_sgd(peers.power_sgd_rank(shapes, self.saving))
         known = dict(zip(THEIRS, (peers.ALONE, peers.DENSE, peers.BF16, low_rank), strict=True))
@@ -107,19 +107,19 @@ def run(ranks: int = 2, json: Path | None = None, **work: Any) -> str | None:
     of_gpt = {"input": (CONTEXT,), "batch_size": 4} if work.get("model") in GPTS else {}
     wanted = Work(**{**of_gpt, **work})
     if json is not None and os.environ.get("RANK", "0") == "0":
-        json.open("a").close()  # fails now, if it does
+        json.open("a").close()  # fails now if it cannot be written
     if "RANK" not in os.environ:
         if wanted.params is None:
             make_module(wanted.model, wanted.module)  # fails before ranks start
         _start(ranks)
         return None
     if missing := [name for name in LAUNCHED if name not in os.environ]:
-        raise ValueError(f"RANK is set, but not {', '.join(missing)}. Use torchrun, or set all that it sets for srun.")
+        raise ValueError(f"RANK is set, but not {', '.join(missing)}. Use torchrun, or with srun set what it sets.")
     if int(os.environ["WORLD_SIZE"]) < 2:
         raise ValueError(
-            "this is the only rank, so there is nothing to exchange. Start it on each of two machines: torchrun "
-            "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m lightning_topk bench ..., with the name of "
-            "the first for HOST. To try it on this machine, leave torchrun out."
+            "this is the only rank, so there is nothing to exchange. Run this on each of two machines, with the first "
+            "one's name as HOST: torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m lightning_topk "
+            "bench ... To try it on this machine only, leave torchrun out."
         )
     local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if torch.cuda.device_count() >= here else torch.device("cpu")
@@ -133,8 +133,8 @@ def run(ranks: int = 2, json: Path | None = None, **work: Any) -> str | None:
 def _start(ranks: int) -> None:
     """Starts ranks of this command on this machine, as torchrun does; returns when they have ended."""
     if ranks < 2:
-        raise ValueError(f"--ranks {ranks} exchanges nothing: take 2 or more.")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it, too, and says so at length
+        raise ValueError(f"--ranks {ranks} exchanges nothing: use 2 or more.")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it too, with a long warning
     launch = ["--standalone", f"--nproc-per-node={ranks}", "-m", "lightning_topk", *sys.argv[1:]]
     try:
         torchrun.run(torchrun.parse_args(launch))
@@ -173,7 +173,7 @@ def report(work: Work, device: torch.device, json: Path | None = None) -> str | 
     if device.type == "cpu" and torch.cuda.is_available():
         notes.append(f"{torch.cuda.device_count()} GPUs are too few for {local} ranks, which ran on CPUs.")
     if (turns := min(map(len, times.values()))) < SURE:
-        notes.append(f"Only {turns} turns of each: intervals compare the least of one with the most of the other.")
+        notes.append(f"Only {turns} turns each: intervals compare the fastest of one with the slowest of the other.")
     if local == world:
         notes.append("All ranks are on this machine: no network was measured.")
     table = rows(work, times, sent, hidden, f"MB a {'rank' if local == world else 'node'} sends")
@@ -181,7 +181,7 @@ def report(work: Work, device: torch.device, json: Path | None = None) -> str | 
 
 
 def _agreed(work: Work, device: torch.device) -> tuple[list[tuple[int, ...]], int]:
-    """Shapes of the trained parameters; and ranks per node, one if nodes differ. Refuses ranks that differ."""
+    """Shapes of the trained parameters, and ranks per node (1 if nodes differ). Refuses ranks that differ."""
     net, _ = work.training(dist.get_rank(), torch.device("cpu"))
     shapes = [tuple(each.shape) for each in net.parameters() if each.requires_grad]
     here = gather(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -197,7 +197,7 @@ def _agreed(work: Work, device: torch.device) -> tuple[list[tuple[int, ...]], in
 def _measured(
     work: Work, device: torch.device, shapes: Sequence[tuple[int, ...]], local: int, failed: Mapping[str, str]
 ) -> tuple[dict[str, list[float]], dict[str, int], dict[str, str]]:
-    """Seconds of a step by turn, bytes that a node sends, and parts hidden behind backward, of all that did not fail.
+    """Seconds of a step by turn, bytes that a node sends, and shares hidden behind backward; not of ``failed``.
 
     A collective; raises ContenderError if one fails, which ends all of them.
     """
@@ -237,7 +237,7 @@ def _sent(name: str, work: Work, shapes: Sequence[tuple[int, ...]], local: int, 
 
 
 def rows(work: Work, times: Times, sent: Mapping[str, int], hidden: Mapping[str, str], sends: str) -> list[Row]:
-    """The table: a row an exchange, and computed ones of DiLoCo, which exchanges in one of H steps."""
+    """The table: a row per exchange, and computed rows of DiLoCo, which exchanges in one of H steps."""
     table: list[Row] = []
     middle, judged = {name: median(each) for name, each in times.items()}, f"saving={work.saving:g}"
     for name, each in times.items():

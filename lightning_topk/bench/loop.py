@@ -1,4 +1,4 @@
-"""Times contenders in turns, so that noise of the machine and of the network hits all alike."""
+"""Times contenders in turns, so that noise of the machine and the network affects all alike."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tqdm import tqdm
 from lightning_topk.bench.peers import Backward, Peer
 from lightning_topk.consensus import every_rank, gathered
 
-TURN, LONGEST = 0.2, 5  # seconds that a turn should last; its steps at most: within a turn, nothing waits for a GPU
-SECONDS, FEWEST = 60.0, 3  # no turn starts later, but for so many
+TURN, LONGEST = 0.2, 5  # seconds of a turn, about; its most steps, since none waits for a GPU
+SECONDS, FEWEST = 60.0, 3  # no turn starts later, except so many
 
 
 class Contender:
     """A model of its own under one exchange.
 
-    ``optimizer`` makes the optimizer; without one, no steps are taken. ``settings`` are ours beside it; ``ddp`` has
-    arguments of DistributedDataParallel.
+    ``optimizer`` makes the optimizer; None takes no steps. ``settings`` are arguments of our ``attach``, ``ddp`` of
+    DistributedDataParallel.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Contender:
         self.state = peer.register(self.model, {**(settings or {}), "optimizer": self._optimizer})
 
     def take(self, count: int) -> float:
-        """Takes steps; returns the seconds of one."""
+        """Takes ``count`` steps; returns the mean seconds of one."""
         self._wait()
         begin = time.perf_counter()
         for _ in range(count):
@@ -75,7 +75,7 @@ class Contender:
 
 
 Ask = Callable[[str, Callable[[Contender], float]], list[float]]
-"""Has all ranks do something with a contender of this name; returns their results."""
+"""Makes all ranks do something with the contender of this name; returns their results."""
 
 
 def gather(value: Any) -> list[Any]:
@@ -87,7 +87,7 @@ def gather(value: Any) -> list[Any]:
 def measure(ask: Ask, names: Sequence[str], steps: int) -> dict[str, list[float]]:
     """Times steps of contenders in turns; returns the seconds of a step by turn, a turn's mean on its slowest rank.
 
-    A collective. Each takes about so many timed ``steps``, fewer if they take long.
+    A collective. Each contender takes about ``steps`` timed steps, fewer if they take long.
     """
     begin, quiet, times = time.perf_counter(), dist.get_rank() > 0, {name: list[float]() for name in names}
     warming = tqdm(names, desc="warming up", leave=False, disable=quiet)

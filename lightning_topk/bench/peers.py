@@ -1,4 +1,4 @@
-"""The exchanges to compare: none, DDP's, its 16-bit and PowerSGD hooks, and ours; and a model that only exchanges."""
+"""The exchanges to compare: none, DDP's, its 16-bit and PowerSGD hooks, and ours; and a model without computation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Backward = Callable[[nn.Module], None]  # runs forward and backward of a wrapped
 
 
 class Peer(NamedTuple):
-    """An exchange. ``register`` takes settings of :func:`.attach`, and returns our state, or None."""
+    """An exchange. ``register`` takes arguments of :func:`.attach`; returns the state of ours, else None."""
 
     register: Callable[[DistributedDataParallel, Mapping[str, Any]], Any]
     bucket_mb: float | None = None  # size of DDP's buckets on CPUs, MiB; DDP's own
@@ -27,7 +27,7 @@ class Peer(NamedTuple):
 
 
 def hook(function: Callable[..., Any], state: Callable[[DistributedDataParallel], Any], *others: Any) -> Peer:
-    """One of torch's hooks, with a state made for the model."""
+    """Returns one of torch's hooks as a peer; ``state`` makes the hook's state for a model."""
     return Peer(lambda model, settings: model.register_comm_hook(state(model), function), *others)
 
 
@@ -38,7 +38,7 @@ BF16 = hook(default_hooks.bf16_compress_hook, lambda model: model.process_group)
 
 
 def power_sgd(rank: int) -> Peer:
-    """PowerSGD (Vogels et al. 2019) of a rank, from the third step on.
+    """PowerSGD (Vogels et al. 2019) of this rank, from the third step on.
 
     On CPUs it gets one bucket: its hook hangs on gloo with several (torch 2.15).
     """
@@ -57,7 +57,7 @@ def ours(**own: Any) -> Peer:
 def power_sgd_elements(shapes: Iterable[Sequence[int]], rank: int) -> int:
     """Elements that PowerSGD of a rank sends for parameters of these shapes, instead of all.
 
-    A parameter is a matrix of ``shape[0]`` rows. It is sent uncompressed unless that takes over twice the elements.
+    A parameter is a matrix of ``shape[0]`` rows. It is sent uncompressed unless that more than doubles its elements.
     """
     total = 0
     for shape in shapes:
@@ -74,7 +74,7 @@ def power_sgd_rank(shapes: Sequence[Sequence[int]], saving: float) -> int:
 
 
 class Weights(nn.Module):
-    """Parameters, at which backward starts, with gradients that the caller has: it costs next to nothing."""
+    """Parameters without a model: backward starts at them with the caller's gradients, and costs almost nothing."""
 
     def __init__(self, values: Iterable[Tensor]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Weights(nn.Module):
 
 
 def noise(numel: int, seed: int, device: torch.device) -> tuple[Weights, Backward]:
-    """Matrices, up to 1024 x 1024, whose gradients are noise: nothing hides an exchange; and their backward."""
+    """Returns matrices of up to 1024 x 1024 whose gradients are noise, and their backward, which hides no exchange."""
     rows, rest = divmod(numel, 1024)
     shapes = [(min(1024, rows - row), 1024) for row in range(0, rows, 1024)]
     generator = torch.Generator().manual_seed(seed)

@@ -1,9 +1,9 @@
 """Runs contenders beside the ranks that a launcher started, so that one that fails, hangs or dies ends no rank.
 
-The ranks hold no model, and share a gloo group that no contender uses. Each rank starts a process; these processes are
-joined by the contenders' backend, make the contenders, and do with them what their rank asks. The ranks agree on every
-answer: if one is an error, or is late, all of them know why, and end their processes, also those that wait in a
-collective, before NCCL's watchdog does.
+The ranks hold no model, and share a gloo group that no contender uses. Each rank starts a process. These processes join
+the contenders' backend, make the contenders, and do with them what their rank asks. The ranks gather every answer: if
+one is an error or late, all ranks know why, and end their processes, even those that wait in a collective, before
+NCCL's watchdog does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ContenderError(Exception):
 class Runners:
     """A process for each rank, in which contenders run until one fails. Entered and asked by all ranks at once.
 
-    ``make`` makes a contender by name, on ``device``; it is pickled. No two that meet may have the same ``number``.
+    ``make`` makes a contender by name, on ``device``; it is pickled. ``number`` must be new in the launcher's store.
     """
 
     def __init__(self, make: Callable[[str], Contender], device: torch.device, number: int) -> None:
@@ -68,7 +68,7 @@ class Runners:
         self._pipe.close()
 
     def ask(self, name: str, work: Callable[[Contender], T]) -> list[T]:
-        """What ``work``, which is pickled, returns on each rank for a contender, which is made when first asked.
+        """Runs ``work``, pickled, on a contender on each rank; returns the results. The first call makes the contender.
 
         Raises ContenderError if it fails on a rank.
         """
@@ -80,10 +80,10 @@ class Runners:
     def _agree(self, name: str, work: Callable[..., Any]) -> tuple[list[Any], str]:
         """The results of ``work`` in the processes of all ranks, and the first failure or an empty string.
 
-        It gets the contender of that name, if any.
+        ``work`` gets the contender of that name, or nothing if the name is empty.
         """
         begin = time.perf_counter()
-        with suppress(OSError):  # it has died: so its answer says
+        with suppress(OSError):  # the process has died, which `_answer` reports
             self._pipe.send((name, work))
         result, error = self._answer()
         if error:
@@ -94,7 +94,7 @@ class Runners:
         return [result for *_, result in answers], errors[0][1] if errors else ""
 
     def _answer(self) -> tuple[Any, str]:
-        """This rank's result, and its error or an empty string. Waits no longer if another rank has an error."""
+        """This rank's result, and its error or an empty string. Stops waiting if another rank has an error."""
         deadline = time.monotonic() + LIMIT
         while not self._pipe.poll(0.5):
             if self._store.check(["failed"]):
@@ -118,7 +118,7 @@ def _store(number: int) -> Store:
 
 
 def _serve(pipe: Connection, environment: dict[str, str], make: Callable[[str], Contender]) -> None:
-    """Does what this rank sends, as long as it lives, and returns the result and the error or an empty string."""
+    """Does the work that the rank sends while it lives; answers with the result, and the error or an empty string."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= environment
     made = cache(make)
@@ -141,7 +141,7 @@ def _join(device: torch.device, number: int, rank: int, world: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process after its rank, also out of a collective."""
+    """Ends this process when its rank ends, even within a collective."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""Compares the times of contenders that ran in turns, and says in a line what to use."""
+"""Compares the times of contenders that ran in turns, and says in one line what to use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 Times = Mapping[str, Sequence[float]]  # seconds of a step by turn, by contender
-SURE = 6  # turns from which on the ratios of times in the same turns have a 95 % interval of their median
+SURE = 6  # fewest turns for a 95 % interval of the median of the ratios in the same turns
 
 
 class Ratio(NamedTuple):
@@ -25,7 +25,7 @@ class Ratio(NamedTuple):
 def ratio(times: Times, one: str, other: str) -> Ratio:
     """The median of the ratios of two contenders' times in the same turns, and its 95 % interval.
 
-    With fewer than ``SURE`` turns, the interval has the ratios of all turns of one to all turns of the other.
+    With fewer than ``SURE`` turns, the interval covers the ratio of any turn of one to any turn of the other.
     """
     ratios = sorted(a / b for a, b in zip(times[one], times[other], strict=False))
     count, dropped = len(ratios), 0
@@ -38,7 +38,7 @@ def ratio(times: Times, one: str, other: str) -> Ratio:
 
 
 def decide(times: Times, ours: str, others: Sequence[str] = ()) -> str:
-    """One line: what to use. ``others`` are ours that send less than ``ours``: named only if it does not win."""
+    """Returns one line: what to use. ``others`` of ours, which send less, are named only if ``ours`` does not win."""
     rivals = [name for name in times if name not in (ours, "no exchange", *others)]
     if ours not in times or not rivals:
         return f"Nothing to compare: time {ours} and one of DDP's exchanges."

@@ -52,7 +52,7 @@ def _like_parameter(flat: Tensor, parameter: DTensor) -> DTensor:
 
 
 def joined(sharded: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Joins the shards of an entry on a device; only rank 0's result has tensors. A collective of the node."""
+    """Joins the shards of an entry on a device; only rank 0 returns tensors. A collective of the node."""
     found = _by_parameter(sharded)
     parameters: dict[str, Any] = {}
     for name, kept in found["parameters"].items():
@@ -89,7 +89,7 @@ def of_this_rank(entry: Any, groups: Sequence[ParamGroup], frozen: Collection[st
 
 
 def _shard_of(saved: Tensor, parameter: DTensor, size: int) -> Tensor:
-    """A rank's padded shard ``[size]``, of a DTensor sharded like the parameter or a full tensor ``[numel]``."""
+    """This rank's padded shard ``[size]`` of a full tensor ``[numel]``, or of a DTensor sharded like the parameter."""
     if isinstance(saved, DTensor):
         mine = saved.to_local().flatten()
     elif saved.shape != (parameter.numel(),):

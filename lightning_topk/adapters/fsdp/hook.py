@@ -72,7 +72,7 @@ class ShardState(HookState):
         self.buckets.learn_names(self._names, self._copied_inside())
 
     def _trained_now(self) -> set[Tensor]:
-        """The proxies of the parameters that are trained now; refuses trained parameters without a proxy."""
+        """The proxies of the parameters that are trained now; refuses trained ones without a proxy."""
         strangers = [name for name, parameter in self._strangers.items() if parameter.requires_grad]
         if strangers:
             raise ValueError(
@@ -145,7 +145,7 @@ class ShardState(HookState):
         return found
 
     def _agree_on(self, gradient: str) -> None:
-        """Checks that all replicas exchange the same gradient next: payloads of equal size would be mixed up."""
+        """Checks that all replicas exchange the same gradient next: else payloads of equal size could be mixed up."""
         remedy = (
             "All replicas must exchange the same gradients in the same order: use the same parameters in every forward "
             "pass, or call set_reduce_scatter_unused_params(True) on the FSDP modules (torch 2.15 and later)."
@@ -153,7 +153,7 @@ class ShardState(HookState):
         check_agreement({"the next gradient": gradient}, remedy, self.device, self.open_groups().all)
 
     def root_ended(self) -> None:
-        """FSDP has ended a backward pass, of this model or of another one."""
+        """Called by FSDP when a backward pass has ended, of this model or another."""
         if self.groups is not None and not any(group.in_backward for group in self._param_groups):
             for group in self._param_groups:
                 group.end_pass()
@@ -192,7 +192,7 @@ class ShardState(HookState):
 
     @override
     def load_state_dict(self, entry: Mapping[str, Any]) -> None:
-        """Loads the residuals of a checkpoint, of any number of nodes and ranks per node. Every rank must call it.
+        """Loads the residuals of a checkpoint from any number of nodes and ranks per node. Every rank must call it.
 
         Args:
             entry: The entry that :meth:`state_dict` returned on this rank, or one loaded into it; or, on every rank,
@@ -222,7 +222,7 @@ def attach(
     if not isinstance(replicas, dist.ProcessGroup):
         raise TypeError(
             f"process_group={process_group!r} must be the ranks that hold the same shard, one per node: a process "
-            "group or one dimension of a device mesh. Pass mesh['replicate'], along which nodes are counted."
+            "group or one dimension of a device mesh. Pass the dimension across nodes, such as mesh['replicate']."
         )
     names = names_of(model)
     check_parameters(names)
@@ -258,7 +258,7 @@ def check_shardable(config: TopKConfig) -> None:
     if config.clip_norm is not None:
         raise ValueError(
             f"clip_norm={config.clip_norm!r} would clip every shard by its own norm. Clip gradients after "
-            "backward, with gradient_clip_val= of the Trainer or torch.nn.utils.clip_grad_norm_."
+            "backward, with the Trainer's gradient_clip_val= or torch.nn.utils.clip_grad_norm_."
         )
 
 
@@ -280,8 +280,8 @@ def _check_groups(groups: Sequence[ParamGroup], replicas: dist.ProcessGroup) -> 
     ranks = dist.get_process_group_ranks(replicas)
     if set(ranks) & set(groups[0].ranks) != {dist.get_rank()}:
         raise ValueError(
-            f"process_group= has the ranks {ranks}, and the model is sharded over the ranks {groups[0].ranks}: the "
-            "group must have the same shard on each node. Pass the mesh's dimension along which nodes are counted."
+            f"process_group= has the ranks {ranks}, but the model is sharded over the ranks {groups[0].ranks}: the "
+            "group must hold the same shard, one rank per node. Pass the mesh's dimension across nodes."
         )
     for group in groups:
         if group.has_hook:

@@ -28,11 +28,11 @@ from lightning_topk.runtime.state import HookState
 class ParamGroup:
     """A group of parameters whose gradients FSDP reduces together.
 
-    A sharded parameter has the size of the full one. So in a bucket a *proxy* takes its place: ``[elements of the
+    A sharded parameter reports the size of the full one. So a *proxy* takes its place in buckets: ``[elements of the
     padded shard]`` in the dtype of the reduced gradient, without memory of its own.
 
-    ``group`` is FSDP's private object for it, ``module`` one of the modules that ``fully_shard`` wrapped together.
-    ``known`` are proxies by name, from an earlier state of the same model; new ones are added.
+    ``group`` is FSDP's private object for the group, ``module`` one of the modules that ``fully_shard`` wrapped
+    together. ``known`` has an earlier state's proxies of the same model, by name; new ones are added.
     """
 
     def __init__(self, module: FSDPModule, group: Any, names: Mapping[Tensor, str], known: dict[str, Tensor]) -> None:
@@ -53,10 +53,10 @@ class ParamGroup:
         self.shards: dist.ProcessGroup = group.mesh_info.shard_process_group
         self.ranks: list[int] = dist.get_process_group_ranks(self.shards)
         self.device: torch.device = group.device  # on which gradients are reduced
-        self.stream: torch.cuda.Stream | None = None  # on a GPU, on which the last gradient was computed
+        self.stream: torch.cuda.Stream | None = None  # on a GPU, the one that computed the last gradient
         self._used: set[Any] = set()  # parameters with a gradient that is not reduced yet
         self._waiting: tuple[tuple[Tensor, ...], Tensor | None] = (), None  # accumulated, not exchanged
-        self._without: list[DTensor] = []  # sharded parameters whose gradients are zeros in its place, and were None
+        self._without: list[DTensor] = []  # sharded parameters that got zeros in its place, and had no gradient
         self.watches: list[RemovableHandle] = []  # to remove when the state is closed
 
     def sharded(self, proxy: Tensor) -> DTensor:
@@ -84,7 +84,7 @@ class ParamGroup:
         self.module.reshard()
 
     def bucket(self, g: Tensor) -> tuple[Tensor, ...]:
-        """The parameters whose gradients a hook's tensor holds, in its order: all trained ones, or those that got one.
+        """The parameters whose gradients a hook's tensor holds, in order: all trained ones, or those with a gradient.
 
         ``g`` ``[elements]`` is this rank's shard of the gradient. Refuses a size that fits neither.
         """
@@ -110,7 +110,7 @@ class ParamGroup:
         return bool(self._group.all_reduce_grads)
 
     def accumulate_(self, bucket: tuple[Tensor, ...], g: Tensor) -> None:
-        """Keeps a gradient that is not exchanged, added to those before, and gives FSDP zeros in its place."""
+        """Adds a gradient that is not exchanged to those kept before, and gives FSDP zeros in its place."""
         self.add_accumulated_(bucket, g)
         self._waiting = bucket, g.clone()
         sharded = map(self.sharded, bucket)
@@ -131,7 +131,7 @@ class ParamGroup:
         g.add_(earlier)
 
     def end_pass(self) -> None:
-        """Hands FSDP what was accumulated, where HSDP has it and ``reset_iter_state`` drops it, and removes zeros."""
+        """Stores the accumulated gradient where HSDP keeps its own and ``reset_iter_state`` drops it; removes zeros."""
         bucket, accumulated = self._waiting
         if accumulated is not None:
             self._group._partial_reduce_output, self._waiting = accumulated, (bucket, None)
@@ -156,7 +156,7 @@ class ParamGroup:
         return hook is not None and not (isinstance(user, HookState) and user.groups is None)
 
     def later_divided_by(self, proxy: Tensor) -> float:
-        """Factor by which FSDP divides the hook's result: for float16, whose sums could overflow, or if it only sums.
+        """Factor by which FSDP divides the hook's result: with float16, whose sums could overflow, or if it only sums.
 
         Residuals have the units of the hook's tensor; in a checkpoint they have the gradient's.
         """

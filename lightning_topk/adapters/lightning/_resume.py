@@ -1,4 +1,4 @@
-"""What the Trainer's strategies share: a state in ``fit``, and which residuals are saved and resumed with."""
+"""What the Trainer's strategies share: a state during ``fit``, and the residuals in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_topk.runtime.checkpoint import EMPTY, KEY, absent
 
 
 class Resumes(Strategy):
-    """What the Trainer's strategies share: ``topk_state`` exchanges in ``fit``; ``_last`` keeps its residuals after."""
+    """Base of the Trainer's strategies: ``topk_state`` exchanges in ``fit``; ``_last`` keeps its residuals later."""
 
     config: TopKConfig
     topk_state: Any = None
@@ -32,7 +32,7 @@ class Resumes(Strategy):
         self._local_world_size = check_count("local_world_size", local_world_size)
 
     def _attach(self, attach: Callable[..., Any], **arguments: Any) -> None:
-        """Attaches the model, with all that the Trainer knows."""
+        """Attaches the model with the Trainer's epoch, optimizers, GradScaler and clipping."""
         self.topk_state = self._last = attach(
             self.model,
             self.config,
@@ -47,9 +47,9 @@ class Resumes(Strategy):
         check_agreement(same, "Pass the same arguments on every rank.", state.device, state.open_groups().all)
 
     def _tell_clipping(self) -> None:
-        """Tells the exchange of the Trainer's clipping, and leaves that out where the exchange has clipped.
+        """Passes the Trainer's clipping to the exchange, and skips it for gradients that the exchange has clipped.
 
-        What is delivered is a sum of gradients that were clipped one by one: clipping it again would cut most of it.
+        The exchange delivers a sum of gradients that were clipped one by one: clipping it again would cut most of it.
         """
         plugin: Any = self.precision_plugin
         module: Any = self.lightning_module
@@ -69,9 +69,9 @@ class Resumes(Strategy):
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
-        """Creates the optimizers, and adapts them now: an optimizer calls only hooks that exist when its step begins.
+        """Creates the optimizers, and adapts them now: a step calls only hooks that exist when it begins.
 
-        In automatic optimization the first backward pass runs inside that step.
+        In automatic optimization the first backward pass runs inside the first step.
         """
         super().setup_optimizers(trainer)
         if self.topk_state is not None:
@@ -84,9 +84,9 @@ class Resumes(Strategy):
         if not self._residual_checkpoint:
             return absent("it was saved with residual_checkpoint=False", steps)
         if not (dist.is_available() and dist.is_initialized()):
-            return absent("it was saved after the worker processes, which held them, had ended")
+            return absent("it was saved after the worker processes, which held the residuals, had ended")
         if interrupted or Path(filepath).name.startswith("hpc_ckpt"):
-            return absent("it was saved while an exception or a signal was handled, when collectives could hang", steps)
+            return absent("it was saved while handling an exception or a signal, when collectives could hang", steps)
         return None
 
     @override
@@ -103,7 +103,7 @@ class Resumes(Strategy):
 
 
 def entry_to_resume(checkpoint: Mapping[str, Any], residual_checkpoint: bool) -> Any:
-    """Returns the entry to resume with: the checkpoint's, or one of zeros after as many steps, with a message."""
+    """Returns the entry to resume with: the checkpoint's, or an empty one with its step count, and a message."""
     entry = checkpoint.get(KEY)
     if entry is None:
         resumable = "lr_schedulers" in checkpoint  # sharded checkpoints keep optimizer states elsewhere

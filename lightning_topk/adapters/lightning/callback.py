@@ -30,15 +30,15 @@ STARVED = 0.1  # share of a parameter that is sent, over that of all, below whic
 
 
 class CompressionMonitor(Callback):
-    """Logs the exchange's bytes and errors when the Trainer logs, and sums up every step.
+    """Logs the exchange's bytes and errors when the Trainer logs, and adds up the bytes of all steps.
 
     Bytes are those that *this* rank sent to other ranks in the step (loggers receive rank 0's). Values are logged at
-    log steps, in the last step and, if the ranks know that their epochs are equally long, in an epoch's last batch.
-    Where no end is known, as of a stream without ``max_steps``, bytes and saving are logged at every step.
+    log steps, in the last step and, if the epochs of all ranks are equally long, at the last batch of an epoch. If no
+    end is known, as with a stream without ``max_steps``, bytes and saving are logged at every step.
 
     Errors and norms are over all ranks; measuring them costs several passes over each bucket and one small all-reduce.
-    A step that measures them takes longer, so times are those of the latest step that did not; if every step does
-    (``log_every_n_steps=1``), those of this one.
+    A step that measures them takes longer. So the logged times are those of the latest step without measurement, or of
+    this step if every step measures (``log_every_n_steps=1``).
 
     ============================== ==========================================================================
     key                            meaning
@@ -49,35 +49,35 @@ class CompressionMonitor(Callback):
     ``topk/saving``                since fit began: dense bytes over uplink + downlink bytes; with
                                    ``topology="hierarchical"``, over the bytes between nodes
     ``topk/density``               fraction of the gradient that fits in this worker's payloads
-    ``topk/uplink_error``          ‖a - C(a)‖² / ‖a‖² of this step's workers
-    ``topk/downlink_error``        the error of this step's servers
+    ``topk/uplink_error``          ‖a - C(a)‖² / ‖a‖² of all workers in this step
+    ``topk/downlink_error``        the same of all servers
     ``topk/worker_residual_norm``  norm of a worker's residual, root mean square over the workers (over the nodes,
                                    if the ranks of a node exchange as one worker)
     ``topk/nonfinite_steps``       backward passes since fit began with a NaN or an infinity in a gradient
-    ``topk/exchange_seconds``      duration of this rank's exchanges in a step, waiting for other ranks included
-    ``topk/hidden_share``          fraction of it that overlapped with backward: before the last gradient was ready
+    ``topk/exchange_seconds``      duration of this rank's exchanges in a step, including waits for other ranks
+    ``topk/hidden_share``          fraction of that time in which backward still computed gradients
     ============================== ==========================================================================
 
     None of these includes the steps of a :class:`~lightning.pytorch.callbacks.LearningRateFinder`.
 
-    When training ends, also by an exception or Ctrl+C, rank 0 prints a summary. (In spawned and forked processes an
-    exception ends training before any callback hears of it.)
+    When training ends, even by an exception or Ctrl+C, rank 0 prints a summary. (In spawned and forked processes an
+    exception ends training before any callback is called.)
 
     Args:
         per_layer: The parameters for which to log, at log steps, ``topk/error/NAME`` (the workers' compression error),
             ``topk/payload_share/NAME`` (its share of the sent entries) and ``topk/residual_norm/NAME`` (root mean
             square over the workers): a pattern of names such as ``"*.conv1.weight"``, several, or True for all. This
-            costs a few more passes over each bucket. The summary then names parameters that are starved: of which next
-            to nothing is sent, since others have larger gradients.
+            costs a few more passes over each bucket. The summary then names starved parameters: almost nothing of their
+            gradients is sent, since others are larger.
 
     Attributes:
         volume: The :class:`~lightning_topk.metrics.ExchangeVolume` of this rank since fit began; it also counts the
             bytes inside this node and between nodes.
         uplink_error: The :class:`~lightning_topk.metrics.CompressionError` of all workers in measured steps.
-        downlink_error: That of all servers.
+        downlink_error: The same of all servers.
 
     Raises:
-        TypeError: ``per_layer`` has another type.
+        TypeError: ``per_layer`` has the wrong type.
         ValueError: When fit begins: a pattern matches no parameter.
     """
 
@@ -85,17 +85,17 @@ class CompressionMonitor(Callback):
         several = per_layer if isinstance(per_layer, Iterable) and not isinstance(per_layer, str) else [per_layer]
         patterns: list[Any] = {True: ["*"], False: []}[per_layer] if isinstance(per_layer, bool) else [*several]
         if not all(isinstance(pattern, str) for pattern in patterns):
-            raise TypeError(f"per_layer={per_layer!r} must be True, False, a name pattern, or several of them.")
+            raise TypeError(f"per_layer={per_layer!r} must be True, False, a name pattern or a list of them.")
         self.per_layer = patterns
-        # Bytes are each rank's own, and one all-reduce sums the errors of both directions: metrics gather each state.
+        # Bytes stay each rank's own, and one all-reduce sums both directions' errors; metrics would gather each state.
         self.volume = ExchangeVolume(sync_on_compute=False)
         self.uplink_error, self.downlink_error = (CompressionError(sync_on_compute=False) for _ in range(2))
         self._even = False  # whether an epoch ends at the same step on all ranks
         self._since = 0  # optimizer steps before this fit, in a resumed run
         self._density = 0.0  # of the last step
         self._unmeasured: Report | None = None  # the latest one
-        self._times: list[tuple[float, float]] = []  # logged ones: seconds, and the share that backward hid
-        self._starved: list[str] = []  # parameters of which the last measured step sent next to nothing
+        self._times: list[tuple[float, float]] = []  # logged: seconds, and the share that backward hid
+        self._starved: list[str] = []  # parameters of which the last measured step sent almost nothing
         self._told = False  # whether the summary was printed
 
     @override
@@ -119,7 +119,7 @@ class CompressionMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        """Compares the lengths of the ranks' epochs; that of a stream is unknown."""
+        """Compares the lengths of the ranks' epochs; a stream's length is unknown."""
         state = _state(trainer)
         if state is not None:
             self.volume.by_node, self._since = state.config.by_node, trainer.global_step
@@ -130,7 +130,7 @@ class CompressionMonitor(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Makes the exchange measure its error if this step will be logged; equal on all ranks."""
+        """Makes the exchange measure its error if this step will be logged: on all ranks or none."""
         state = _state(trainer)
         if state is not None:
             telemetry = state.telemetry
@@ -158,15 +158,15 @@ class CompressionMonitor(Callback):
         else:
             self._unmeasured = report
             if self._even or trainer.max_steps >= 0:  # the last step is known, and logs
-                return  # loggers store values at log steps only, and a call of Lightning's log takes a millisecond
+                return  # loggers store values at log steps only, and a call to Lightning's log takes a millisecond
         for name, value in values.items():
-            # float64 holds every count below 2^53 exactly, and Lightning's `log` turns integers into float32. It does
-            # not know the batch size of training_step(dataloader_iter); a step's values need none.
+            # float64 holds every count below 2^53 exactly, and Lightning's `log` turns integers into float32. It
+            # cannot infer the batch size of training_step(dataloader_iter); a step's values need none.
             exact = torch.as_tensor(value, dtype=torch.float64)
             pl_module.log(f"topk/{name}", exact, prog_bar=name == "saving", batch_size=1)
 
     def _measured(self, trainer: Trainer, state: HookState, report: Report) -> Values:
-        """Values of log steps: errors and residuals, which all ranks reduce, times, and layers."""
+        """Values for log steps: errors and residuals, which all ranks reduce; times; and layers."""
         local = torch.cat([report.energy.view(-1), state.residuals.worker_energy().view(1)])
         *energies, kept = trainer.strategy.reduce(local.to(trainer.strategy.root_device), reduce_op="sum").cpu()
         seconds, exposed = (self._unmeasured or report).times
@@ -210,7 +210,7 @@ class CompressionMonitor(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        """Prints the summary once per fit, unless there were no steps, or one process, which sends nothing."""
+        """Prints the summary once per fit, if there were steps and more than one rank."""
         state = _state(trainer)  # in on_fit_end it is gone (lightning 2.6)
         if self.volume.update_called and not self._told and state is not None and state.world > 1:
             self._told = state.told = True
@@ -239,14 +239,14 @@ class CompressionMonitor(Callback):
             seconds, hidden = map(median, zip(*self._times, strict=True))
             words += [
                 f"compression error {float(self.uplink_error.compute()):.3f}",
-                f"exchange {1000 * seconds:.1f} ms per step with waiting for other ranks, {hidden:.0%} of it hidden "
+                f"exchange {1000 * seconds:.1f} ms per step including waits for other ranks, {hidden:.0%} of it hidden "
                 "behind backward",
             ]
         if self._starved:
             words.append(
-                f"next to nothing is sent of {len(self._starved)} parameter{'s' * (len(self._starved) > 1)} "
-                f"({self._starved[0]!r} for one), whose gradients are small beside the others': weigh the losses, or "
-                "use a smaller saving"
+                f"almost nothing is sent of {len(self._starved)} parameter{'s' * (len(self._starved) > 1)} "
+                f"({self._starved[0]!r} for one), whose gradients are far smaller than the others': reweight the "
+                "losses, or use a smaller saving"
             )
         return "; ".join(words) + "."
 

@@ -31,19 +31,19 @@ class TopKStrategy(DDPStrategy):
         model, optimizer = fabric.setup(model, optimizer)
 
         state = {"model": model, "optimizer": optimizer, "topk": fabric.strategy.state_of(model)}
-        fabric.save(path, state)  # and fabric.load(path, state): residuals are saved and loaded, too
+        fabric.save(path, state)  # saves the residuals too, and fabric.load(path, state) loads them
 
     Several modules can be set up; each has its own residuals. For models that ``fully_shard`` wraps, call
     :func:`lightning_topk.attach` after Fabric's own ModelParallelStrategy has set them up.
 
     Args:
         config: The settings; or pass them as keywords.
-        epoch: The current epoch, for schedules with ``epochs=``, since Fabric does not count epochs; set
-            ``strategy.epoch`` when a new one begins.
+        epoch: The current epoch, for schedules with ``epochs=``. Fabric does not count epochs: set ``strategy.epoch``
+            when a new one begins.
         local_world_size: Number of ranks per node; ranks of a node are consecutive. Default: Fabric's processes per
             node.
-        **arguments: Settings, as arguments of :class:`lightning_topk.TopKStrategy`; and arguments of Fabric's
-            DDPStrategy and of torch's DistributedDataParallel.
+        **arguments: Settings, see :class:`lightning_topk.TopKStrategy`; and arguments of Fabric's DDPStrategy and of
+            torch's DistributedDataParallel.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TopKStrategy(DDPStrategy):
         for state in self._states:
             if state.model() is wrapped:
                 return state
-        raise KeyError(f"this {type(module).__name__} was not set up with this strategy. Pass the one of fabric.setup.")
+        raise KeyError(f"this {type(module).__name__} was not set up with this strategy. Pass fabric.setup's module.")
 
     @override
     def _setup_distributed(self) -> None:
@@ -113,9 +113,9 @@ class TopKStrategy(DDPStrategy):
         return [each for each in known if any(parameters & {*group["params"]} for group in each.param_groups)]
 
     def _give_up(self, module: Module, parameters: set[Any]) -> TopKState | None:
-        """Closes the states of this module, of one with the same parameters, and of modules that no rank uses any more.
+        """Closes the states of this module, of one with the same parameters, and of modules that no rank still uses.
 
-        Returns the closed state that exchanged any of the parameters, if it is only one. A collective.
+        Returns the closed state that exchanged any of the parameters, if there is exactly one. A collective.
         """
         gone = [state.model() is None for state in self._states]
         everyones = gathered(gone, self.root_device) if gone else []
@@ -129,7 +129,7 @@ class TopKStrategy(DDPStrategy):
         self._states = [state for state in self._states if state not in closed]
         before = [state for state in closed if parameters & state.names.keys()]
         if len(before) > 1:
-            rank_zero_info(f"lightning_topk starts with zero residuals: {len(before)} modules were merged into one.")
+            rank_zero_info(f"lightning_topk: residuals start at zero: {len(before)} modules were merged into one.")
         return before[0] if len(before) == 1 else None
 
     @override
@@ -148,7 +148,7 @@ class TopKStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clips gradients, but not again where the exchange has clipped them; returns the norm that they had."""
+        """Clips gradients, unless the exchange has clipped them; returns the norm that they had."""
         given: Any = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
         clip: Any = partial(super().clip_gradients_norm, module, optimizer, **given)
         for state in self.topk_states if norm_type == 2 else ():

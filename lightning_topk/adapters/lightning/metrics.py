@@ -38,13 +38,13 @@ class ExchangeVolume(Metric):
     def update(
         self, uplink: int, downlink: int, dense: int, intra_node: int = 0, inter_node: int = 0, **others: int
     ) -> None:
-        """Adds the bytes of a step, as :class:`lightning_topk.volume.Volume` has them; ignores its ``others``."""
+        """Adds the bytes of a step, the fields of a :class:`lightning_topk.volume.Volume`; ignores ``others``."""
         for kind, nbytes in zip(KINDS, (uplink, downlink, dense, intra_node, inter_node), strict=True):
             getattr(self, kind).add_(nbytes)
 
     @override
     def compute(self) -> dict[str, Tensor]:
-        """Returns the sums in bytes, float64, and ``saving``: dense bytes over those counted (1 if there are none)."""
+        """Returns the sums in bytes, float64, and ``saving``: dense bytes over counted bytes (1 if there are none)."""
         sent = self.uplink + self.downlink
         counted = self.inter_node if self.by_node else sent
         volume = {f"{kind}_bytes": getattr(self, kind) for kind in KINDS} | {"total_bytes": sent}
@@ -73,7 +73,7 @@ class CompressionError(Metric):
 
     @override
     def update(self, energy: Tensor | float, lost: Tensor | float) -> None:
-        """Adds the error of a vector: its ``energy`` ‖a‖², and ``lost`` ‖a - C(a)‖², that of what was not sent."""
+        """Adds the error of a vector a: its ``energy`` ‖a‖², and the energy that was ``lost``, ‖a - C(a)‖²."""
         self.energy += energy
         self.lost += lost
 

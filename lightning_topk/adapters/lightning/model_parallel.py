@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
-    """FSDP2 and tensor parallelism inside each node; between nodes only the largest entries of the gradient.
+    """FSDP2 and tensor parallelism inside each node; nodes exchange only the largest entries of the gradient.
 
     Write the module's ``configure_model`` as for ModelParallelStrategy. Its device mesh covers one node, and nodes are
     replicas of the model::
@@ -48,15 +48,15 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
     node are broadcast to all replicas. ``topology`` sets how nodes exchange a shard; ``clip_norm`` is not supported.
 
     Args:
-        data_parallel_size: Ranks of a node that share parameters and batches. ``"auto"``: all that
-            ``tensor_parallel_size`` leaves.
-        tensor_parallel_size: Ranks of a node that share single tensors. ``"auto"``: 1, or all that
-            ``data_parallel_size`` leaves.
-        residual_checkpoint: Whether checkpoints hold the residuals, 1 x the model. A run then resumes with them, on any
-            number of nodes and ranks per node. If not, it resumes with zeros.
+        data_parallel_size: Ranks over which a node shards parameters and splits batches. ``"auto"``: the ranks per node
+            over ``tensor_parallel_size``.
+        tensor_parallel_size: Ranks over which a node splits single tensors. ``"auto"``: 1, or the ranks per node over
+            ``data_parallel_size``.
+        residual_checkpoint: Whether checkpoints hold the residuals (as large as the model), so that a run resumes with
+            them on any number of nodes and ranks per node. If False, it resumes with zeros.
         local_world_size: Number of ranks per node; ranks of a node are consecutive. Default: the Trainer's processes
             per node.
-        save_distributed_checkpoint: Whether each rank saves its shards, in a folder, or rank 0 saves all in one file.
+        save_distributed_checkpoint: True: each rank saves its shards in a folder. False: rank 0 saves all in one file.
         process_group_backend: As in ModelParallelStrategy.
         timeout: Timeout of collectives. Default: the backend's own.
         **settings: See :class:`lightning_topk.TopKStrategy`.
@@ -116,7 +116,7 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Sampler arguments that give all ranks different batches, except ranks that share the same tensors."""
+        """Sampler arguments: ranks get different batches, unless they split the same tensors."""
         assert self._replicas is not None
         data, node = self.device_mesh["data_parallel"], self._replicas.get_local_rank()
         rank = node * data.size() + data.get_local_rank()
@@ -124,7 +124,7 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Sets the model up as ModelParallelStrategy does; in ``fit``, also synchronises and hooks up the replicas."""
+        """Sets the model up as ModelParallelStrategy does; in ``fit``, also synchronises and attaches the replicas."""
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
@@ -137,7 +137,7 @@ class TopKModelParallelStrategy(Resumes, ModelParallelStrategy):
 
     @override
     def block_backward_sync(self) -> Any:
-        """Accumulates gradients without reducing them; they are reduced and exchanged once, with the last one."""
+        """Accumulates gradients without reducing them; the last backward reduces and exchanges their sum."""
         assert self.model is not None
         return _FSDPNoSync(self.model, enabled=True)
 

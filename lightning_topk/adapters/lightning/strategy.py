@@ -35,37 +35,37 @@ class TopKStrategy(Resumes, DDPStrategy):
 
     Args:
         ratio: Fraction of a bucket's gradient that each worker sends in every step, in (0, 1]: a number, a
-            :class:`lightning_topk.schedule.Schedule`, or a function of the step. Default: the ratio that ``saving``
-            needs.
+            :class:`lightning_topk.schedule.Schedule`, or a function of the step. Default: the ratio that meets
+            ``saving``.
         bidirectional: Whether the servers compress too. If not, they send every nonzero entry.
-        server_ratio: Fraction of a bucket that the servers together send, as ``ratio``; not with ``saving``.
-            Default: ``ratio``.
+        server_ratio: Fraction of a bucket that all servers together send, in the forms of ``ratio``; not with
+            ``saving``. Default: ``ratio``.
         selector: ``"topk"``, ``"gaussiank"``, ``"dgc"``, ``"trimmed"``, ``"randk"``, or an instance of
             :class:`lightning_topk.select.Selector`.
-        wire: Format of the values: ``"bf16"``, ``"fp32"``, ``"int8"`` or ``"int4"`` (integers with a scale for every 64
+        wire: Format of the values: ``"bf16"``, ``"fp32"``, ``"int8"`` or ``"int4"`` (integers with one scale per 64
             of them). Positions are always Elias-Fano coded. Default: int4, or bf16 if ``error_feedback`` is not True,
             since rounding errors would be lost.
         topology: ``"sharded"`` (every rank serves a shard), ``"hierarchical"`` (dense inside a node, sharded between
             nodes), ``"single_server"`` (rank 0 serves all), ``"allgather"`` (no server, hence ``bidirectional=False``)
-            or ``"dense"`` (all-reduce: nothing is compressed). Default: hierarchical on several nodes of several GPUs
-            each, else sharded.
-        dense_parameters: Parameters that are never compressed, by name: a pattern such as ``"*.bias"``, or several.
-        error_feedback: Whether unsent entries are kept in a residual for later steps: True on workers and servers,
-            False nowhere, ``"worker"`` on workers only. Entries that are not kept are lost.
-        momentum: Factor m of momentum correction (Lin et al. 2018), in [0, 1): momentum on the worker, before
-            compression, which is reset for an entry that is sent. The optimizer's own must then be 0.
-        adapt_momentum: Whether torch's SGD, Adam, AdamW, NAdam, RAdam and Adamax move an entry of the parameters only
-            in steps that deliver its gradient, and then for all the steps that it waited; see
+            or ``"dense"`` (all-reduce: nothing is compressed). Default: hierarchical on several nodes with several
+            GPUs each, else sharded.
+        dense_parameters: Names of the parameters that are never compressed: a pattern such as ``"*.bias"``, or several.
+        error_feedback: Whether a residual keeps unsent entries for later steps: True on workers and servers, False
+            nowhere, ``"worker"`` on workers only. Entries that are not kept are lost.
+        momentum: Factor m of momentum correction (Lin et al. 2018), in [0, 1): each worker applies momentum before
+            compression, and resets it for entries that it sends. The optimizer's own momentum must then be 0.
+        adapt_momentum: Whether torch's SGD, Adam, AdamW, NAdam, RAdam and Adamax update an entry of the parameters only
+            in steps that deliver its gradient, and then take all the steps since its last delivery at once; see
             :mod:`lightning_topk.optim.momentum`. False leaves optimizers unchanged, as does ``momentum``.
         clip_norm: Each of W workers clips its bucket's gradient to ``clip_norm / sqrt(W)`` before compression. None
             does not clip.
-        saving: Factor by which to send fewer bytes than a ring all-reduce in every step, 1 or more, instead of
-            ``ratio``, in both directions together. With ``topology="hierarchical"`` the bytes between nodes count. From
-            the tenth pass on, buckets with more energy in their gradients send more of the bytes, and parameters whose
-            gradients are far smaller than the rest of their bucket's count for more in the selection
-            (:mod:`lightning_topk.runtime.shares`). Default: 50 without ``ratio``.
-        residual_checkpoint: Whether checkpoints hold the residuals, 1 x the model. A run then resumes with them, with
-            any number of workers. If not, it resumes with zeros.
+        saving: How many times fewer bytes than a ring all-reduce each step sends, both directions together: 1 or more,
+            instead of ``ratio``. With ``topology="hierarchical"`` it counts the bytes between nodes. From the tenth
+            pass on, buckets with more energy in their gradients send more of the bytes, and selection lifts parameters
+            whose gradients are far smaller than the rest of their bucket (:mod:`lightning_topk.runtime.shares`).
+            Default: 50 without ``ratio``.
+        residual_checkpoint: Whether checkpoints hold the residuals (as large as the model), so that a run resumes with
+            them on any number of workers. If False, it resumes with zeros.
         local_world_size: Number of ranks per node; ranks of a node are consecutive. Default: the Trainer's processes
             per node.
         start_method: How Lightning starts the processes, as in DDPStrategy.
@@ -132,7 +132,7 @@ class TopKStrategy(Resumes, DDPStrategy):
         if state is not None and any(map(_is_trained, self._frozen)):
             assert isinstance(model, DistributedDataParallel)
             if model.require_backward_grad_sync:  # at the end of an accumulation window
-                state.told = True  # the next state tells
+                state.told = True  # the next state shows the summary
                 state.close()
                 self.model = model.module
                 self.configure_ddp()
@@ -142,14 +142,14 @@ class TopKStrategy(Resumes, DDPStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Refuses a gradient that DDP did not synchronise, since ``training_step`` unfroze its parameter."""
+        """Raises if DDP did not synchronise a gradient because ``training_step`` unfroze its parameter."""
         super().post_backward(closure_loss)
         synchronised = getattr(self.model, "require_backward_grad_sync", True)  # else the next step rebuilds DDP
         alone = any(_is_trained(parameter) and parameter.grad is not None for parameter in self._frozen)
         if self.topk_state is not None and synchronised and alone:
             raise RuntimeError(
-                "training_step unfroze a parameter: its gradient would stay different on every rank. Unfreeze it "
-                "earlier, in on_train_batch_start or on_train_epoch_start."
+                "training_step unfroze a parameter, so its gradient differs between ranks. Unfreeze it earlier, in "
+                "on_train_batch_start or on_train_epoch_start."
             )
 
     @override
@@ -159,8 +159,8 @@ class TopKStrategy(Resumes, DDPStrategy):
             exception.args = (
                 "a loss did not use all parameters, but DDP waits for their gradients. Pass TopKStrategy("
                 "find_unused_parameters=True), or strategy='topk_find_unused_parameters_true'. With several optimizers "
-                "that step in turn, as a GAN's, also call toggle_optimizer(optimizer) before the loss of each, and "
-                "untoggle_optimizer after its step: else gradients that are zeroed later are exchanged, too.",
+                "that step in turn, as in a GAN, also call toggle_optimizer(optimizer) before each one's loss, and "
+                "untoggle_optimizer after its step; otherwise gradients that are zeroed later are exchanged, too.",
             )
 
     @override
@@ -189,7 +189,7 @@ class TopKStrategy(Resumes, DDPStrategy):
 
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads a checkpoint. ``fit`` resumes with its residuals, or with zeros if it has none (as by DDPStrategy)."""
+        """Loads a checkpoint. ``fit`` resumes with its residuals, or with zeros if it has none (as DDPStrategy's)."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         trainer = getattr(self.lightning_module, "_trainer", None)  # None in the main process after a spawned fit
         if trainer is not None and trainer.state.fn == "fit":
@@ -202,7 +202,7 @@ class TopKStrategy(Resumes, DDPStrategy):
 
 
 def _is_trained(parameter: Tensor) -> bool:
-    """Whether a parameter gets a gradient; not an average that was updated without ``no_grad``, and has a history."""
+    """Whether a parameter gets a gradient. An average that was updated without ``no_grad`` is not a leaf."""
     return parameter.requires_grad and parameter.is_leaf
 
 
