@@ -660,10 +660,14 @@ def test_a_subclass_whose_step_calls_its_base_classs_is_clipped_in_every_pass(ra
     assert state.optimizers.clipping.estimate.limits == [0.02, math.inf]
 
 
+@pytest.mark.parametrize("again", [False, True])
 @on_ranks(2)
-def test_fabrics_gradients_that_are_divided_before_they_are_clipped_enter_as_large_as_they_should(rank, world):
-    """Divided by 100, a gradient is clipped to 0.02 if it is above 2."""
+def test_fabrics_gradients_that_are_divided_before_they_are_clipped_enter_as_large_as_they_should(rank, world, again):
+    """Divided by 100, a gradient is clipped to 0.02 if it is above 2; also if all is set up again, as in notebooks."""
     lite, net, model, optimizer, state = of_fabric(rank, world)
+    if again:
+        model, optimizer = lite.setup(net, optimizer.optimizer)
+        state = lite.strategy.state_of(model)
     for step in range(6):
         optimizer.zero_grad()
         entering = Entering(state, net)
