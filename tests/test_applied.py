@@ -232,6 +232,19 @@ def test_a_spike_enters_as_clipped_however_many_buckets_there_are(rank, world, b
     assert 0.4 < entered < 1.5, entered
 
 
+@on_ranks(2)
+def test_gradients_enter_as_clipped_from_the_first_pass_on_also_without_an_optimizer(rank, world):
+    net, found = Beside(*[nn.Linear(20, 20, bias=False) for _ in range(36)]), []
+    ddp = {"bucket_cap_mb": 0.001, "find_unused_parameters": True}
+    model, state = attached(net, ddp, ratio=0.05, max_norm=0.001, adapt_momentum=False)
+    for step in range(2):
+        net.zero_grad()
+        entering = Entering(state, net)
+        loss_of(model, rank, step).backward()
+        found.append(float(entering.take().norm() / 0.001))
+    assert max(found) < 1.5, found
+
+
 @on_ranks(4)
 def test_slices_of_a_nodes_mean_are_clipped_by_their_own_norms(rank, world):
     """Two nodes of two: one rank's gradient is a hundred times as large, and both slices hold half of the mean."""
