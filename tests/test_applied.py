@@ -232,6 +232,19 @@ def test_a_spike_enters_as_clipped_however_many_buckets_there_are(rank, world, b
     assert 0.4 < entered < 1.5, entered
 
 
+@on_ranks(2)
+def test_gradients_enter_as_clipped_from_the_first_pass_on_also_without_an_optimizer(rank, world):
+    net, found = Beside(*[nn.Linear(20, 20, bias=False) for _ in range(36)]), []
+    ddp = {"bucket_cap_mb": 0.001, "find_unused_parameters": True}
+    model, state = attached(net, ddp, ratio=0.05, max_norm=0.001, adapt_momentum=False)
+    for step in range(2):
+        net.zero_grad()
+        entering = Entering(state, net)
+        loss_of(model, rank, step).backward()
+        found.append(float(entering.take().norm() / 0.001))
+    assert max(found) < 1.5, found
+
+
 @on_ranks(4)
 def test_slices_of_a_nodes_mean_are_clipped_by_their_own_norms(rank, world):
     """Two nodes of two: one rank's gradient is a hundred times as large, and both slices hold half of the mean."""
@@ -666,10 +679,14 @@ def test_a_subclass_whose_step_calls_its_base_classs_is_clipped_in_every_pass(ra
     assert state.optimizers.clipping.estimate.limits == [0.02, math.inf]
 
 
+@pytest.mark.parametrize("again", [False, True])
 @on_ranks(2)
-def test_fabrics_gradients_that_are_divided_before_they_are_clipped_enter_as_large_as_they_should(rank, world):
-    """Divided by 100, a gradient is clipped to 0.02 if it is above 2."""
+def test_fabrics_gradients_that_are_divided_before_they_are_clipped_enter_as_large_as_they_should(rank, world, again):
+    """Divided by 100, a gradient is clipped to 0.02 if it is above 2; also if all is set up again, as in notebooks."""
     lite, net, model, optimizer, state = of_fabric(rank, world)
+    if again:
+        model, optimizer = lite.setup(net, optimizer.optimizer)
+        state = lite.strategy.state_of(model)
     for step in range(6):
         optimizer.zero_grad()
         entering = Entering(state, net)

@@ -590,6 +590,18 @@ def test_a_step_that_meets_the_same_tensors_prepares_nothing_even_if_gradients_a
         stepped(optimizer, parameter, delivered(steps=2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_the_user_frees_after_a_step_are_free(dtype):
+    """Else a model's gradients would take memory while the next ones are computed."""
+    optimizer, parameter = adapted(AdamW, torch.ones(SIZE, dtype=dtype))
+    for _ in range(3):
+        parameter.grad = torch.ones_like(parameter)
+        gradient = ref(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert gradient() is None
+
+
 SQUARE = torch.ones(8, 8)
 
 

@@ -151,7 +151,7 @@ class Optimizers(Watch):
                     "memory allows, use an optimizer that has all parameters on every rank."
                 )
         if exist:
-            self.sync()
+            self._find_groups(self.sync())  # also if there are none: all parameters may be clipped together
 
     def begin_pass(self) -> None:
         """Begins a backward pass that is exchanged."""

@@ -134,7 +134,7 @@ class TopKStrategy(DDPStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self._set_up = [each for each in self._set_up if each() is not None] + [ref(optimizer)]
+        self._set_up = [each for each in self._set_up if each() not in (None, optimizer)] + [ref(optimizer)]
         for state in self.topk_states:
             state.optimizers.sync()
         return super().setup_optimizer(optimizer)

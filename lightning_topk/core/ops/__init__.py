@@ -209,7 +209,8 @@ class CatchUp:
         kinds = defaultdict[Kind | None, list[int]](list)
         for place, each in enumerate(several):
             kinds[None if rules[each.rule].unread else kind_of(each)].append(place)
-        self._singly = [(place, several[place]) for place in kinds.pop(None, [])]
+        # Without their gradients, which the user may free after the step.
+        self._singly = [(place, several[place]._replace(gradient=reference.NOTHING)) for place in kinds.pop(None, [])]
         self._together = list[tuple[list[int], Any]]()
         for kind, places in kinds.items():
             version: Any = None if kind is None else fast(kind[0])

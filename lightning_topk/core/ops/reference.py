@@ -355,6 +355,7 @@ class AddressTable:
 
     def __init__(self, several: Sequence[Stepped]) -> None:
         *columns, numbers = zip(*several, strict=True)
+        columns[2] = ()  # the gradients of each step, which the user may free after it
         self._columns = [[NOTHING if x is None else x for x in column] for column in columns]
         self._addresses: list[int] = []
         self.rules = sorted({*numbers})
@@ -364,8 +365,8 @@ class AddressTable:
 
     def find(self, gradients: Sequence[Tensor]) -> bool:
         """Enters the addresses of a step with these gradients; returns whether any has changed."""
-        self._columns[2] = [*gradients]
-        addresses = [x.data_ptr() for column in self._columns for x in column]
+        columns = *self._columns[:2], gradients, *self._columns[3:]
+        addresses = [x.data_ptr() for column in columns for x in column]
         if changed := addresses != self._addresses:
             self._addresses, self.rows[:, :8] = addresses, np.array(addresses).reshape(8, -1).T
         return changed
