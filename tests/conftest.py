@@ -28,8 +28,6 @@ FILES = {
     "test_model_parallel.py": "trainer",
     "test_reproduce.py": "process",
 }
-if os.path.exists("/dev/nvidiactl"):
-    FILES["test_kernels.py"] = "process"  # Triton starts its assembler to ask for its version
 
 # Spawned processes spend seconds on imports. A fork server imports once; it is as clean as a spawned process. It finds
 # this folder's modules through the environment only (and skips modules that it does not find).

@@ -136,8 +136,7 @@ def undelivered(state: Any, net: nn.Module) -> Tensor:
     for (name, _), part in zip(net.named_parameters(), parts, strict=True):
         if name in entry["parameters"]:
             part += entry["parameters"][name]["residual"].double()
-    dist.broadcast(total, 0)
-    return total
+    return shared(total)
 
 
 def mean_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -213,7 +212,7 @@ def alike(x: Tensor) -> bool:
 
 
 def shared(entry: Any) -> Any:
-    """Rank 0's entry for a checkpoint."""
+    """Rank 0's, such as an entry for a checkpoint; NCCL sends no tensors of CPUs but in objects."""
     box = [entry]
     dist.broadcast_object_list(box)
     return box[0]

@@ -363,6 +363,21 @@ def test_sends_are_bound_once_and_use_the_same_memory_in_every_pass(fake, monkey
     assert bind.call_count == 6, "the memory is another"
 
 
+def test_triton_looks_up_the_kernels_for_tensors_of_two_gigabytes(fake, monkeypatch):
+    """For smaller ones AMD's compiler counts bytes with 32 bits: these kernels would read and write elsewhere."""
+    kernels = {name: mock.MagicMock() for name, each in vars(fake.kernels).items() if isinstance(each, Kernel)}
+    monkeypatch.setattr(fake, "kernels", mock.Mock(**kernels))
+    for numel, expected in ((1 << 20, 0), (1 << 29, 13)):
+        layout, (e, g) = Layout(numel, 4), torch.empty(2, numel, device=CUDA)
+        codec, starts = Codec(WIRES_BY_NAME["int4"], layout.shard_size, numel >> 8), torch.zeros(1, device=CUDA)
+        send = fake.Send(e, layout, ops.Scratch())
+        for _ in range(3):
+            before = sum(each.__getitem__.call_count for each in kernels.values())
+            finite = fake.receive(send(g, codec.form, None), layout, codec.form, 1, g, bound=codec.bound)
+            fake.nan_unless_(g, starts, finite)
+        assert sum(each.__getitem__.call_count for each in kernels.values()) - before == expected
+
+
 STEPS = {
     "SGD": (torch.optim.SGD, {"momentum": 0.9}),
     "SGD, decay": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-4, "nesterov": True}),

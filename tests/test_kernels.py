@@ -82,6 +82,19 @@ def inputs(name: str, numel: int) -> list[torch.Tensor]:
     return [each.to(DEVICE) for each in residual_and_gradient(name, numel)]
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="test_gpu has as many elements on a GPU")
+def test_a_send_clears_its_counters_also_if_32_bits_do_not_hold_the_elements_of_its_programs(monkeypatch):
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    monkeypatch.setattr(
+        builder, "set_grid_dim", lambda *_: setattr(builder, "grid_dim", (2**31 // cuda.TILE + 1, 1, 1))
+    )
+    (e, x), bins = torch.zeros(2, 8), torch.ones(cuda.TILE, dtype=torch.int32)
+    state, bitmap, counts = torch.zeros(3, 128, dtype=torch.int32)
+    cuda.kernels.move[(1,)](e, state, bins, bitmap, counts, 8, 1, 1, False, cuda.TILE, cuda.BLOCK, len(bins), x, e, 1.0)
+    assert not bins.any()
+
+
 def in_part(*axes: list) -> list[tuple]:
     """All combinations on a GPU. Under the interpreter, which is slow, as few as have each value of every axis."""
     cases, shortest = itertools.product(*map(enumerate, axes)), min(map(len, axes))
@@ -252,7 +265,7 @@ def test_a_gradient_is_clipped_where_it_is_sent(slope, scale, dtype):
     kept, expected = e.clone(), x.clone()
     payload = cuda.Send(kept, layout, ops.Scratch())(x, codec.format(), None, factor, 1.0, (2**0.5, rows))
     found = rows[0, [FACTOR, ENTERED, EXCESS]].tolist()
-    torch.testing.assert_close(found, [excess * (scale or 1), float(norm) / excess, excess])
+    torch.testing.assert_close(found, [excess * (scale or 1), float(norm) / excess, excess], rtol=1e-6, atol=0)
     assert torch.equal(payload, separate(e, expected.float() * rows[0, FACTOR].reciprocal(), layout, codec))
     assert torch.equal(kept, e)
     assert not x.any()

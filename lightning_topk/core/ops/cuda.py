@@ -74,7 +74,8 @@ class Launcher:
     Triton compiles a kernel for each combination of dtypes, constants and alignments. At every launch it derives the
     combination from all arguments, which takes the host longer than the rest. So compiled kernels are kept by the
     ``combination`` of all that differs: a tensor stands for its dtype and alignment, and ``version`` for constants that
-    differ between launches of one kernel. Integers above 31 bits need others; if ``largest`` is one, none is kept.
+    differ between launches of one kernel. Integers above 31 bits need other kernels, and on AMD GPUs so do tensors of
+    more bytes: if ``largest``, the largest of both, has more than 31 bits, none is kept.
 
     Attributes:
         ready: Whether all kernels were compiled before. If not, the bound launches must be used only once.
@@ -180,8 +181,9 @@ class Send:
         payload, words = self._payload, self._payload.view(torch.int32)
         rounded, warps = FLOATS[delivered or e.dtype], 4 if x.dtype == e.dtype else 8  # conversion takes registers
         launch = Launcher(
-            e.device, max(numel, 8 * form.nbytes), e, x, factor, shards, form.bits, form.low, rounded, scaled, clipped
-        )
+            e.device, 8 * max(numel, payload.numel()), e, x, factor, shards, form.bits, form.low, rounded, scaled,
+            clipped,
+        )  # fmt: skip
         self._launches = [
             launch(kernels.survey, (blocks,), e, state, bins, sums, numel, sample, stride, _ceil(sample, blocks), parts,
                    scaled, clipped, SHIFT, TILE, 128, PARTS),
@@ -263,7 +265,7 @@ def _bind_receive(
     size = form.value_bytes + form.index_bytes - begin
     counts, ends = torch.empty(2, 2 * rows * tiles, dtype=torch.int32, device=out.device)
     launch = Launcher(
-        out.device, max(layout.numel, 8 * form.nbytes), payloads, out, factor, layout.shards, form.bits, form.low,
+        out.device, max(out.nbytes, payloads.nbytes), payloads, out, factor, layout.shards, form.bits, form.low,
         scaled, by_shard, shared, counts, ends,
     )  # fmt: skip
     weigh = launch(
@@ -292,7 +294,7 @@ def copy_parts(bucket: Tensor, rows: Tensor, pieces: tuple[Tensor, Tensor], bad:
 def nan_unless_(g: Tensor, starts: Tensor, condition: Tensor) -> None:
     """Same as :func:`lightning_topk.core.ops.reference.nan_unless_`, in one launch."""
     count = starts.shape[0]
-    launch = Launcher(g.device, count, g, starts, condition)
+    launch = Launcher(g.device, g.nbytes, g, starts, condition)
     launch(kernels.nan_unless, (-(-count // SLOTS),), g, starts, condition, count, SLOTS)()
 
 

@@ -130,12 +130,12 @@ def move(
     :func:`threshold` has set ``state``. ``counts`` ``[shards, turns]`` gets the number of these entries in every block.
     Clears what :func:`survey` will set in the next send, and counts this send.
     """
-    for first in range(tl.program_id(0) * TILE, BINS, tl.num_programs(0) * TILE):
+    begin = tl.program_id(0).to(tl.int64) * TILE
+    for first in range(begin, BINS, tl.num_programs(0).to(tl.int64) * TILE):
         tl.store(bins + first + tl.arange(0, TILE), tl.zeros((TILE,), tl.int32))
     if tl.program_id(0) == 0:
         tl.store(state, 0)
         tl.store(state + 3, tl.load(state + 3) + 1)
-    begin = tl.program_id(0).to(tl.int64) * TILE
     at, full = begin + tl.arange(0, TILE), begin + TILE <= numel
     if full:  # without a mask, loads and stores have 16 bytes for any number of elements
         read, kept = tl.load(x + at), tl.load(e + at)
