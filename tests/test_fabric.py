@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import pickle
 import warnings
 import weakref
 from typing import Any
@@ -130,6 +131,14 @@ def test_unused_modules_and_optimizers_are_released(rank, world):
         train(fabric, [(model, optimizer)], rank, range(2))
     gc.collect()
     assert len(optimizers) == 1
+
+
+@on_ranks(1)
+def test_fabric_is_pickled_without_states_for_the_workers_of_a_data_loader(rank, world):
+    fabric = fabric_of(rank, world, ratio=0.05)
+    in_use = nets(fabric, 1)
+    copied = pickle.loads(pickle.dumps(fabric))
+    assert [len(each.strategy.topk_states) for each in (copied, fabric)] == [0, len(in_use)]
 
 
 @on_ranks(2)

@@ -1,8 +1,10 @@
 """The laws on real process groups, through DDP's reducer, in all its modes."""
 
 import copy
+import gc
 import itertools
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
@@ -317,6 +319,23 @@ def test_two_buckets_do_not_deadlock_where_torch_checks_collectives(rank, world)
         dist.set_debug_level(level)
     ranks.train(ddp, rank, range(4))
     assert alike(gradient(net))
+
+
+@on_ranks(2)
+def test_a_closed_state_frees_its_groups_at_once(rank, world):
+    """If Python collected them in a forked process, that would wait forever for gloo's threads, which it lacks."""
+    model, state = attached(ranks.four_layers(), ratio=0.05)
+    ranks.train(model, rank, range(2))
+    second = state.groups.second_groups
+    groups = weakref.WeakSet([state.groups.all, second.all])
+    del second
+    gc.collect()
+    gc.disable()
+    try:
+        state.close()
+        assert not groups
+    finally:
+        gc.enable()
 
 
 @ranks.counts_threads

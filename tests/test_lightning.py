@@ -2,6 +2,7 @@
 
 import csv
 import math
+import pickle
 import re
 import signal
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainers import ELEMENTS, Gan, Module, Normed, fit
 
 from lightning_topk import CompressionMonitor, ExponentialWarmup, TopKConfig, TopKStrategy
+from lightning_topk.adapters.ddp import TopKState
 from lightning_topk.adapters.lightning import callback
 from lightning_topk.adapters.lightning.metrics import CompressionError, ExchangeVolume
 from lightning_topk.messages import sent_message
@@ -238,6 +240,14 @@ def test_one_worker_trains_as_without_compression_and_is_told_so(rank, world):
     assert sum("so nothing is compressed" in line for line in said) == 1
     for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@on_ranks(1)
+def test_a_trainer_is_pickled_without_states_for_the_workers_of_a_data_loader(rank, world):
+    """A data module refers to it, and trainer.test passes that to workers, if not forked ones."""
+    trainer, _ = fit(rank, world)
+    copied = pickle.loads(pickle.dumps(trainer))
+    assert (copied.strategy._last, type(trainer.strategy._last)) == (None, TopKState)
 
 
 def share_nothing(trainer, module):

@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 import weakref
-from itertools import cycle
+from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -45,8 +45,7 @@ class ThreadLane:
         self._lock = threading.Lock()  # of the error and the promised futures
         self._promised: dict[Job, Future] = {}
         sets = [groups] if groups.second_groups is None else [groups, groups.second_groups]
-        self._threads = [_Thread(self, each) for each in sets]
-        self._turns = cycle(self._threads)
+        self._threads = deque(_Thread(self, each) for each in sets)  # in the order of their turns
 
     def submit(self, job: Job) -> Future:
         """Queues a job; returns a future of its result, or of the first error of any job."""
@@ -56,7 +55,8 @@ class ThreadLane:
         if self.error is not None:  # another rank may be waiting in the exchange that failed here
             self._fail(self.error)
         else:
-            next(self._turns).put(job)
+            self._threads[0].put(job)
+            self._threads.rotate()
             _THREADED.add(self)
         # DDP waits in C++, where an exception set from Python would arrive as an odd value. A callback that raises it
         # turns it into an error of the future that DDP sees.
@@ -100,6 +100,10 @@ class ThreadLane:
         _THREADED.discard(self)
         end = time.monotonic() + PATIENCE
         ended = [each.end(end) for each in self._threads]
+        if all(ended):
+            # They refer to this lane, and would keep groups until Python collects it: a forked data loader's worker
+            # that does so never ends, since it lacks the threads that gloo joins.
+            self._threads.clear()
         return all(ended)
 
 

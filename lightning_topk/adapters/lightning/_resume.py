@@ -90,6 +90,11 @@ class Resumes(Strategy):
         return None
 
     @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what is pickled, as for a data loader's workers: no state, which belongs to its process groups."""
+        return {**super().__getstate__(), "topk_state": None, "_last": None}
+
+    @override
     def teardown(self) -> None:
         """Closes the state in use; its residuals stay, on the CPU."""
         state, self.topk_state, self._resumed = self.topk_state, None, None

@@ -212,6 +212,7 @@ class CompressionMonitor(Callback):
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         """Prints the summary once per fit, if there were steps and more than one rank."""
         state = _state(trainer)  # in on_fit_end it is gone (lightning 2.6)
+        self._unmeasured = None  # a report refers to its jobs, and they to the state
         if self.volume.update_called and not self._told and state is not None and state.world > 1:
             self._told = state.told = True
             rank_zero_info(self.summary())

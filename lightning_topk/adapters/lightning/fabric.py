@@ -60,6 +60,10 @@ class TopKStrategy(DDPStrategy):
         self._states: list[TopKState] = []
         self._set_up: list[ref[Optimizer]] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what is pickled, as for a data loader's workers: no states, which belong to their process groups."""
+        return {**vars(self), "_states": [], "_set_up": []}
+
     @property
     def topk_states(self) -> list[TopKState]:
         """The states of the communication hooks, one for each module that was set up and is in use."""
