@@ -130,6 +130,7 @@ class HookState:
 
         Backward ``waits`` for each exchange, or hides it.
         """
+        self.open_groups()  # refuses a closed state, which would adapt optimizers again
         self._collect()
         self.optimizers.begin_pass()
         telemetry, optimizers = self.telemetry, self.optimizers
