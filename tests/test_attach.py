@@ -408,6 +408,7 @@ def test_a_model_is_attached_again_whether_its_state_is_open_or_closed(rank, wor
         if closed:
             first.close()
             assert "this TopKState was closed. " in refusal(loss_of(model, rank, 1).backward)
+            assert not first.optimizers.watched, "a closed state adapts no optimizer"
         before = ranks.open_now()
         again = attach(model, residuals=first.residuals, **EVERYTHING, optimizer=SGD(net.parameters(), lr=0.1))
         first.close()  # changes nothing

@@ -129,6 +129,7 @@ class HookState:
 
         ``waits``: whether backward waits for each exchange instead of overlapping with it.
         """
+        self.open_groups()  # refuses a closed state, which would adapt optimizers again
         self._collect()
         self.optimizers.begin_pass()
         telemetry, optimizers = self.telemetry, self.optimizers
