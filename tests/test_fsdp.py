@@ -757,6 +757,16 @@ def test_a_resumed_run_keeps_its_saving_and_residuals_in_the_reduce_dtype(rank, 
 
 
 @on_ranks(4)
+def test_rank_0s_part_of_a_sharded_entry_is_refused_on_all_ranks(rank, world):
+    """As torch.save on rank 0, and Fabric's save, keep it."""
+    net, state, _ = trained(rank)
+    kept = undelivered(state, net)
+    message = ranks.refusal(state.load_state_dict, ranks.shared(state.state_dict()))
+    assert "have loaded the residuals of the same shard" in message
+    assert torch.equal(undelivered(state, net), kept)
+
+
+@on_ranks(4)
 def test_a_sharded_run_resumes_the_residuals_of_a_ddp_run(rank, world):
     ddp, state = ranks.attached(Net(empty=False), ratio=0.05)
     ranks.train(ddp, rank, range(3))

@@ -70,6 +70,13 @@ def _by_parameter(sharded: Mapping[str, Any]) -> dict[str, Any]:
     return {**json.loads(sharded["about"]), "parameters": parameters}
 
 
+def sums(entry: Any) -> list[float]:
+    """The sums of this rank's parts of a sharded entry; none of an entry in another form."""
+    kinds = [*entry.values()] if isinstance(entry, Mapping) and "about" in entry else []
+    parts = [part for kind in kinds if isinstance(kind, Mapping) for part in kind.values()]
+    return [float(part.to_local().sum()) for part in parts if isinstance(part, DTensor)]
+
+
 @explain_unreadable()
 def of_this_rank(entry: Any, groups: Sequence[ParamGroup], frozen: Collection[str] = ()) -> Any:
     """Returns this rank's part of an entry (of any wrapper), without the residuals of ``frozen`` parameters."""

@@ -36,7 +36,7 @@ from lightning_topk.adapters.fsdp import checkpoint as sharded_checkpoint
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup, param_groups_of, watch_backward
 from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import TopKConfig
-from lightning_topk.consensus import check_agreement, on_device
+from lightning_topk.consensus import check_agreement, gathered, on_device
 from lightning_topk.optim.momentum import local_part
 from lightning_topk.optim.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.groups import on_failure
@@ -199,8 +199,17 @@ class ShardState(HookState):
                 rank 0's entry of :meth:`full_state_dict` or :meth:`.HookState.state_dict`.
 
         Raises:
-            ValueError: The entry is damaged or belongs to another model.
+            ValueError: The entry is damaged, belongs to another model, or has one rank's part on all ranks of a node.
         """
+        self.check_between_passes("load_state_dict")
+        self.open_groups()
+        rows = gathered(sharded_checkpoint.sums(entry), self.device, self.shards)
+        if len(rows) > 1 and any(rows[0]) and all(row == rows[0] for row in rows):
+            raise ValueError(
+                "all ranks of a node have loaded the residuals of the same shard: torch.save, and Fabric's save, keep "
+                "only rank 0's part of state.state_dict(). Save that with torch.distributed.checkpoint, or save "
+                "state.full_state_dict(), and pass what is loaded to load_state_dict."
+            )
         trained = {self.names[member] for member in self._trained_now()}
         frozen = {*self._strangers, *self.names.values()} - trained
         super().load_state_dict(sharded_checkpoint.of_this_rank(entry, self._param_groups, frozen))
