@@ -63,7 +63,7 @@ def unwrapped(optimizer: Any) -> Any:
     """Returns the torch optimizer in a wrapper without hooks of its own: Accelerate's, Lightning's, schedule-free's."""
     while True:
         inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "base", None)
-        hooks, inside = (getattr(each, "_optimizer_step_post_hooks", None) for each in (optimizer, inner))
+        hooks, inside = [getattr(each, "_optimizer_step_post_hooks", None) for each in (optimizer, inner)]
         if inner is optimizer or not hasattr(inner, "param_groups") or (hooks is not None and hooks is not inside):
             return optimizer
         optimizer = inner

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 from typing import Any, Literal, Protocol
-from weakref import WeakMethod, WeakSet, ref
+from weakref import WeakMethod, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -100,8 +100,8 @@ class Watch:
 
     def end_pass(self) -> None:
         """Ends a backward pass, which delivers its gradients."""
-        for each in _watched:  # also those of other states, whose models share parameters with this one
-            if each.state == "computed" and each.parameter in self.compressed:
+        for alive in _watched.valuerefs():  # also those of other states, whose models share parameters with this one
+            if (each := alive()) and each.state == "computed" and each.parameter in self.compressed:
                 each.state = "delivered"
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -210,7 +210,7 @@ class _Watched:
         self.due = False  # whether a backward pass has begun since its last step
         self._was_none: bool | None = None  # the gradient, before backward adds to it; unknown with FSDP2
         self._owner, self._hooks = owner, []
-        _watched.add(self)
+        _watched[id(self)] = self
         if parameter is not None:
             self._hooks.append(parameter.register_hook(_weak(self._before_gradient)))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_weak(self._after_gradient)))
@@ -232,7 +232,7 @@ class _Watched:
             hook.remove()
 
 
-_watched: WeakSet[_Watched] = WeakSet()
+_watched = WeakValueDictionary[int, _Watched]()
 """All instances in use, of every state."""
 
 
