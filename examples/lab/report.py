@@ -162,6 +162,7 @@ def draw(panels: Sequence[Panel], path: str | Path, columns: int = 3) -> None:
     import matplotlib
 
     matplotlib.use("Agg")  # draws to files: needs no display
+    matplotlib.rcParams["svg.hashsalt"] = "ids"  # without it and with a date, the same data give another file each time
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -196,5 +197,5 @@ def draw(panels: Sequence[Panel], path: str | Path, columns: int = 3) -> None:
         if panel.inside is not None:
             beside = {} if panel.inside else {"bbox_to_anchor": (1, 0.5)}
             axis.legend(loc=panel.inside or "center left", frameon=False, fontsize="small", **beside)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
     plt.close(figure)
