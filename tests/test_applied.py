@@ -232,11 +232,12 @@ def test_a_spike_enters_as_clipped_however_many_buckets_there_are(rank, world, b
     assert 0.4 < entered < 1.5, entered
 
 
+@pytest.mark.parametrize("optimizer", [None, list], ids=["none", "none yet"])
 @on_ranks(2)
-def test_gradients_enter_as_clipped_from_the_first_pass_on_also_without_an_optimizer(rank, world):
+def test_gradients_enter_as_clipped_from_the_first_pass_on_also_without_an_optimizer(rank, world, optimizer):
     net, found = Beside(*[nn.Linear(20, 20, bias=False) for _ in range(36)]), []
     ddp = {"bucket_cap_mb": 0.001, "find_unused_parameters": True}
-    model, state = attached(net, ddp, ratio=0.05, max_norm=0.001, adapt_momentum=False)
+    model, state = attached(net, ddp, ratio=0.05, max_norm=0.001, adapt_momentum=False, optimizer=optimizer)
     for step in range(2):
         net.zero_grad()
         entering = Entering(state, net)

@@ -157,7 +157,7 @@ def test_residuals_of_whole_parameters_are_not_moved_to_the_slices_of_a_nodes_ra
     residuals.endpoint(bucket, plan)
     residuals.move_to(None, 0, 2)  # zeros
     residuals.endpoint(bucket, plan).uplink.memory.residual.fill_(1.0)
-    with pytest.raises(ValueError, match="dividing them takes the other ranks' residuals"):
+    with pytest.raises(ValueError, match="the slices need the other ranks' residuals"):
         residuals.move_to(None, 0, 2)
 
 

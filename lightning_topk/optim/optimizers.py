@@ -150,8 +150,7 @@ class Optimizers(Watch):
                     "So residuals do not follow changes of the learning rate, and training may end behind DDP's. If "
                     "memory allows, use an optimizer that has all parameters on every rank."
                 )
-        if exist:
-            self._find_groups(self.sync())  # also if there are none: all parameters may be clipped together
+        self._find_groups(self.sync() if exist else [])  # even if there are none, parameters may be clipped together
 
     def begin_pass(self) -> None:
         """Begins a backward pass that is exchanged."""

@@ -101,8 +101,8 @@ class ThreadLane:
         end = time.monotonic() + PATIENCE
         ended = [each.end(end) for each in self._threads]
         if all(ended):
-            # They refer to this lane, and would keep groups until Python collects it: a forked data loader's worker
-            # that does so never ends, since it lacks the threads that gloo joins.
+            # The threads and this lane refer to each other, which would keep the groups until a garbage collection. If
+            # a forked data loader's worker runs it, gloo waits forever for threads that the fork does not have.
             self._threads.clear()
         return all(ended)
 

@@ -220,17 +220,17 @@ class Residuals:
     # -------------------------------------------------------------------------------- all parameters
 
     def move_to(self, state: Any, rank: int, count: int = 1) -> None:
-        """Prepares for the exchanges of another state, which cuts parameters into ``count`` slices.
+        """Prepares for the exchanges of another state, in which ``count`` ranks of a node each hold a slice.
 
         Raises:
-            ValueError: This rank does not have what its slices need.
+            ValueError: The slices need residuals of other ranks.
         """
         differ = [each for each in self._kept.values() if each.count != count and not each.loaded]
         if count > 1 and not all(each.is_zero() for each in differ):
             raise ValueError(
-                f"residuals= are not those of one of {count} ranks that exchange as one node, and dividing them takes "
-                "the other ranks' residuals. Pass the earlier state's state_dict() to load_state_dict() instead, which "
-                "converts them."
+                f"residuals= come from another topology. Here the {count} ranks of a node exchange as one worker, each "
+                "with a slice of every parameter, and the slices need the other ranks' residuals. Leave residuals= "
+                "out, and pass the earlier state's state_dict() to load_state_dict(), which converts them."
             )
         self.offload_to_cpu()
         self._forget_changed(self._kept)

@@ -36,7 +36,7 @@ from lightning_topk.adapters.fsdp import checkpoint as sharded_checkpoint
 from lightning_topk.adapters.fsdp.param_groups import ParamGroup, param_groups_of, watch_backward
 from lightning_topk.bucket import Bucket, all_names_of, names_of
 from lightning_topk.config import TopKConfig
-from lightning_topk.consensus import check_agreement, gathered, on_device
+from lightning_topk.consensus import check_agreement, every_rank, gathered, on_device
 from lightning_topk.optim.momentum import local_part
 from lightning_topk.optim.optimizers import GetOptimizers, getter
 from lightning_topk.runtime.groups import on_failure
@@ -203,7 +203,8 @@ class ShardState(HookState):
         """
         self.check_between_passes("load_state_dict")
         self.open_groups()
-        rows = gathered(sharded_checkpoint.sums(entry), self.device, self.shards)
+        with every_rank("comparing what the ranks of a node have loaded"):
+            rows = gathered(sharded_checkpoint.sums(entry), self.device, self.shards)
         if len(rows) > 1 and any(rows[0]) and all(row == rows[0] for row in rows):
             raise ValueError(
                 "all ranks of a node have loaded the residuals of the same shard: torch.save, and Fabric's save, keep "

@@ -91,7 +91,7 @@ class Resumes(Strategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what is pickled, as for a data loader's workers: no state, which belongs to its process groups."""
+        """Pickles all but the state, which belongs to its process groups; a data loader may pickle the Trainer."""
         return {**super().__getstate__(), "topk_state": None, "_last": None}
 
     @override

@@ -61,7 +61,7 @@ class TopKStrategy(DDPStrategy):
         self._set_up: list[ref[Optimizer]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what is pickled, as for a data loader's workers: no states, which belong to their process groups."""
+        """Pickles all but the states, which belong to their process groups; a data loader may pickle Fabric."""
         return {**vars(self), "_states": [], "_set_up": []}
 
     @property
