@@ -65,7 +65,7 @@ class UserClipping:
             )
         several = {p: number for number, each in enumerate(optimizers) for p in all_parameters(each)}
         one = isinstance(self.max_norm, Real)
-        self._number_of = {p: 0 if one else several.get(its, len(optimizers)) for p, its in held.items()}
+        self._number_of = {p: 0 if one else several[its] for p, its in held.items() if one or its in several}
         every = {*held.values()}
         self._covered = {id(each) for each in optimizers if every.issuperset(all_parameters(each))}
 
