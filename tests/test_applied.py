@@ -423,6 +423,18 @@ def test_the_limit_may_change_from_pass_to_pass_and_be_given_up():
     assert slopes == pytest.approx([1 / 2, 1 / 4, 1 / 4, 1 / 5])
 
 
+def test_an_optimizer_at_the_address_of_an_earlier_one_is_not_clipped_to_its_norm():
+    p, estimate = nn.Parameter(torch.ones(8)), Clipping(1)
+    clipping = UserClipping(None, estimate, False, WarnOnce(None, 0))
+    for norm in (2.0, 1.0):
+        optimizer = SGD([p], lr=0.1)
+        clipping.find([optimizer], {p: p})
+        clipping.begin_pass([optimizer])
+        assert not estimate.limits, norm
+        clipping.clip(optimizer, norm, torch.tensor)
+        del optimizer
+
+
 def test_a_norm_for_each_optimizer_clips_nothing_until_they_exist():
     p, estimate = nn.Parameter(torch.ones(8)), Clipping(1)
     clipping = UserClipping([1.0, None], estimate, False, WarnOnce(None, 0))
