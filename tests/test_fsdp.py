@@ -597,6 +597,20 @@ def test_residuals_of_a_layer_that_was_replaced_are_dropped_with_a_warning(rank,
 
 
 @on_ranks(4)
+def test_shards_of_residuals_on_another_mesh_are_refused_and_whole_ones_converted(rank, world):
+    net, state = made(2, 2)
+    ranks.train(net, rank, range(3))
+    kept, whole = undelivered(state, net), ranks.shared(state.full_state_dict())
+    state.close()
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    other, again = sharded(Net(empty=False), mesh["shard"]), {"process_group": mesh["replicate"], "ratio": 0.05}
+    assert "come from another mesh" in ranks.refusal(attach, other, residuals=state.residuals, **again)
+    again = attach(other, **again)
+    again.load_state_dict(whole)
+    torch.testing.assert_close(undelivered(again, other), kept)
+
+
+@on_ranks(4)
 def test_shards_skip_a_step_together(rank, world):
     scaler = torch.amp.GradScaler("cpu")
     net, state = made(2, 2, optimizer=lambda: [optimizer], scaler=scaler)
