@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import laws
 import pytest
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from lightning_topk.runtime import collectives
 from lightning_topk.schedule import ExponentialWarmup
 
 PARTS = ("first", "branch")
@@ -574,6 +576,17 @@ def test_training_goes_on_after_a_failed_backward_pass_and_with_a_new_state(rank
     assert torch.equal(undelivered(again, net), kept)
     expected = ["exchanged among 2 ranks", "attach was called without optimizer=", "this rank sent"] * (rank == 0)
     assert ranks.unsaid(zip(expected, said, strict=True)) == []
+
+
+@on_ranks(4)
+def test_a_state_that_was_closed_after_an_exchange_failed_gives_its_residuals(rank, world):
+    net, state = made(2, 2)
+    ranks.train(net, rank, range(2))
+    with mock.patch.object(collectives, "perform", mock.Mock(side_effect=MemoryError("no memory left"))):
+        assert "no memory left" in ranks.refusal(loss_of(net, rank, 2).backward)
+    kept = undelivered(state, net)
+    state.close()
+    assert torch.equal(undelivered(state, net), kept)
 
 
 @on_ranks(4)
