@@ -24,8 +24,9 @@ from trainers import InThisProcess, Module, fit
 from lightning_topk import TopKStrategy, fabric
 from lightning_topk.bucket import Bucket
 from lightning_topk.core.link import DELIVERED, ENTERED, SLOPE
+from lightning_topk.messages import WarnOnce
 from lightning_topk.optim.applied import Clipping
-from lightning_topk.optim.clips import READ
+from lightning_topk.optim.clips import READ, UserClipping
 from lightning_topk.runtime import residuals
 
 WARM = [0.0, 0.01, 0.1, 1.0, 1.0, 0.5, 0.005, 1.0]
@@ -420,6 +421,28 @@ def test_the_limit_may_change_from_pass_to_pass_and_be_given_up():
             rows[:, ENTERED] = rows[:, DELIVERED] = 3.0
             clipping.fold([bucket])
     assert slopes == pytest.approx([1 / 2, 1 / 4, 1 / 4, 1 / 5])
+
+
+def test_an_optimizer_at_the_address_of_an_earlier_one_is_not_clipped_to_its_norm():
+    p, estimate = nn.Parameter(torch.ones(8)), Clipping(1)
+    clipping = UserClipping(None, estimate, False, WarnOnce(None, 0))
+    for norm in (2.0, 1.0):
+        optimizer = SGD([p], lr=0.1)
+        clipping.find([optimizer], {p: p})
+        clipping.begin_pass([optimizer])
+        assert not estimate.limits, norm
+        clipping.clip(optimizer, norm, torch.tensor)
+        del optimizer
+
+
+def test_a_norm_for_each_optimizer_clips_nothing_until_they_exist():
+    p, estimate = nn.Parameter(torch.ones(8)), Clipping(1)
+    clipping = UserClipping([1.0, None], estimate, False, WarnOnce(None, 0))
+    for optimizers, slope in (([], 0.0), ([SGD([p], lr=0.1), SGD([nn.Parameter(torch.ones(8))], lr=0.1)], 1.0)):
+        clipping.find(optimizers, {p: p})
+        clipping.begin_pass(optimizers)
+        rows, _ = estimate.of(Bucket([p]), torch.device("cpu"))
+        assert float(rows[0, SLOPE]) == slope
 
 
 @pytest.mark.parametrize("scaled", [False, True])

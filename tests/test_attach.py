@@ -41,7 +41,7 @@ def test_a_bare_module_of_one_process_is_trained_alone(capfd, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script: pytest adds handlers
     monkeypatch.setattr(logging, "lastResort", logging._StderrHandler(logging.WARNING))
     state = attach(nn.Linear(3, 3), ratio=0.1)
-    assert state.report().bytes == state.predicted() == Volume()
+    assert state.report().bytes == state.predicted() == state.predicted(0) == Volume()
     state.load_state_dict({**state.state_dict(), "steps": 7, "parameters": {"weight": {}}})
     assert state.state_dict()["steps"] == 7
     said = capfd.readouterr().err

@@ -142,6 +142,23 @@ def test_fabric_is_pickled_without_states_for_the_workers_of_a_data_loader(rank,
 
 
 @on_ranks(2)
+def test_a_closed_state_neither_clips_nor_adapts_later_steps_of_its_module_alone(rank, world):
+    fabric = fabric_of(rank, world, ratio=0.05)
+    ((model, optimizer),) = nets(fabric, 1)
+    state = fabric.strategy.state_of(model)
+    for step in range(4):
+        if step == 3:
+            state.close()
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model if step < 3 else model.module, rank, step), model=model)
+        fabric.clip_gradients(model, optimizer, max_norm=0.01)
+        optimizer.step()
+    assert nn.utils.get_total_norm([p.grad for p in model.parameters()]) < 0.0101
+    fabric.setup_optimizers(SGD(model.parameters(), lr=0.1))
+    assert not state.optimizers.watched
+
+
+@on_ranks(2)
 def test_a_module_set_up_again_keeps_its_residuals_and_leaves_no_groups(rank, world):
     fabric = fabric_of(rank, world, ratio=0.05)
     net, open_groups, kept = nn.Linear(20, 20), [], []

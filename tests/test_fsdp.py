@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import laws
 import pytest
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from lightning_topk.runtime import collectives
 from lightning_topk.schedule import ExponentialWarmup
 
 PARTS = ("first", "branch")
@@ -577,6 +579,17 @@ def test_training_goes_on_after_a_failed_backward_pass_and_with_a_new_state(rank
 
 
 @on_ranks(4)
+def test_a_state_that_was_closed_after_an_exchange_failed_gives_its_residuals(rank, world):
+    net, state = made(2, 2)
+    ranks.train(net, rank, range(2))
+    with mock.patch.object(collectives, "perform", mock.Mock(side_effect=MemoryError("no memory left"))):
+        assert "no memory left" in ranks.refusal(loss_of(net, rank, 2).backward)
+    kept = undelivered(state, net)
+    state.close()
+    assert torch.equal(undelivered(state, net), kept)
+
+
+@on_ranks(4)
 def test_residuals_of_a_layer_that_was_replaced_are_dropped_with_a_warning(rank, world):
     said: list[str] = []
     net, state = made(2, 2)
@@ -594,6 +607,20 @@ def test_residuals_of_a_layer_that_was_replaced_are_dropped_with_a_warning(rank,
     assert not left[same:].any()
     dropped = [line for line in said if "the residuals of 2 parameters were dropped" in line]
     assert len(dropped) == (rank == 0), said
+
+
+@on_ranks(4)
+def test_shards_of_residuals_on_another_mesh_are_refused_and_whole_ones_converted(rank, world):
+    net, state = made(2, 2)
+    ranks.train(net, rank, range(3))
+    kept, whole = undelivered(state, net), ranks.shared(state.full_state_dict())
+    state.close()
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    other, again = sharded(Net(empty=False), mesh["shard"]), {"process_group": mesh["replicate"], "ratio": 0.05}
+    assert "come from another mesh" in ranks.refusal(attach, other, residuals=state.residuals, **again)
+    again = attach(other, **again)
+    again.load_state_dict(whole)
+    torch.testing.assert_close(undelivered(again, other), kept)
 
 
 @on_ranks(4)

@@ -95,6 +95,34 @@ def test_a_send_clears_its_counters_also_if_32_bits_do_not_hold_the_elements_of_
     assert not bins.any()
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="it runs one program of a grid")
+def test_a_shard_of_nearly_2_31_elements_is_cleared_and_decoded_to_the_end(monkeypatch):
+    """32 bits hold neither the candidates of its programs nor the octets of its payload."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    zeros, tiles, octets = torch.zeros(4096, dtype=torch.int32), 2**31 // cuda.SIEVE, 2**31 // cuda.OCTETS
+    words, value = torch.ones(cuda.SIEVE, dtype=torch.int32), torch.zeros(cuda.SIEVE)
+    sizes = 2**31 - 1, 1, tiles, 1, len(words)
+    cuda.kernels.count[(1, 1)](value, zeros, zeros, zeros, zeros.new_zeros(2 * tiles), words, *sizes, cuda.SIEVE)
+    assert not words.any()
+
+    # A bitmap of 512 octets across the boundary, of which the last tile has one bit.
+    payload, begin, k = torch.empty(2**31 + 256, dtype=torch.uint8), 2**31 - 256, 1
+    payload[-256:] = torch.tensor([1] + [0] * 255, dtype=torch.uint8)
+    counts, out, flags = torch.zeros(2 * (octets + 1), dtype=torch.int32), torch.zeros(4096), torch.ones(2).bool()
+    program = {"grid_idx": (octets // cuda.WEIGHED, 0, 0)}
+    monkeypatch.setattr(builder, "set_grid_idx", lambda *_: vars(builder).update(program))
+    sizes = begin, 512, len(payload) // 4, octets + 1, 1, cuda.WEIGHED, cuda.OCTETS // 4
+    cuda.kernels.weigh[(1, 1)](counts, *sizes, payload.view(torch.int32), flags)
+    assert counts.nonzero().tolist() == [[octets], [2 * octets + 1]]
+
+    payload[:4], program["grid_idx"] = torch.ones(1).view(torch.uint8), (1, 0, 0)  # the entry's value
+    ends, sizes = counts.cumsum(0, dtype=torch.int32), (begin, begin, 512, len(payload), octets + 1)
+    form = False, 32, 0, False, False, cuda.OCTETS, cuda.BLOCK
+    cuda.kernels.add[(1, 1)](counts, ends, 1, k, 4096, 4096, 1, 1.0, 1, *sizes, *form, payload, out, flags, out, 0)
+    assert out.nonzero().tolist() == [[2048]]
+
+
 def in_part(*axes: list) -> list[tuple]:
     """All combinations on a GPU. Under the interpreter, which is slow, as few as have each value of every axis."""
     cases, shortest = itertools.product(*map(enumerate, axes)), min(map(len, axes))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from groups import on_ranks, script
 from laws import codecs_of
-from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, LearningRateFinder
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, LearningRateFinder
 from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
@@ -242,12 +242,23 @@ def test_one_worker_trains_as_without_compression_and_is_told_so(rank, world):
         assert torch.equal(one, other)
 
 
+class Pickles(Callback):
+    """Keeps a pickled copy of the Trainer at the end of each epoch."""
+
+    def __init__(self) -> None:
+        self.copies: list[bytes] = []
+
+    def on_train_epoch_end(self, trainer, *_):
+        self.copies.append(pickle.dumps(trainer))
+
+
 @on_ranks(1)
 def test_a_trainer_is_pickled_without_states_for_the_workers_of_a_data_loader(rank, world):
-    """A data module refers to it, and trainer.test passes that to workers, if not forked ones."""
-    trainer, _ = fit(rank, world)
-    copied = pickle.loads(pickle.dumps(trainer))
-    assert (copied.strategy._last, type(trainer.strategy._last)) == (None, TopKState)
+    """A dataset refers to it, and each epoch, as well as trainer.test, passes it to workers, if not forked ones."""
+    pickles = Pickles()
+    trainer, _ = fit(rank, world, callbacks=[pickles], max_epochs=2, gradient_clip_val=1.0)
+    for copied in map(pickle.loads, [*pickles.copies, pickle.dumps(trainer)]):
+        assert (copied.strategy._last, type(trainer.strategy._last)) == (None, TopKState)
 
 
 def share_nothing(trainer, module):

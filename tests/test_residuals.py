@@ -151,12 +151,13 @@ def test_a_parameter_that_changes_size_or_format_restarts_at_zero_and_warns(new)
     assert "residuals of 1 parameter were dropped, since their size or memory format changed" in words
 
 
-def test_residuals_of_whole_parameters_are_not_moved_to_the_slices_of_a_nodes_ranks():
+@pytest.mark.parametrize("link", ["uplink", "downlink"])
+def test_residuals_of_whole_parameters_are_not_moved_to_the_slices_of_a_nodes_ranks(link):
     residuals, bucket = Residuals(), Bucket([nn.Parameter(torch.zeros(8))])
     plan = plan_bucket(TopKConfig(ratio=0.1), [8], 2)
     residuals.endpoint(bucket, plan)
     residuals.move_to(None, 0, 2)  # zeros
-    residuals.endpoint(bucket, plan).uplink.memory.residual.fill_(1.0)
+    getattr(residuals.endpoint(bucket, plan), link).memory.residual.fill_(1.0)
     with pytest.raises(ValueError, match="the slices need the other ranks' residuals"):
         residuals.move_to(None, 0, 2)
 

@@ -256,6 +256,7 @@ CASES = [
     *((scaled, (False, *each, SOME), "scaler") for each in ((False, (0, 1)), (False, (3,)), (True, ()))),
     *((scaled, (True, fused, (3,), SOME), None) for fused in (False, True)),
     (scaled, (False, False, (3,), ALL), None),
+    (scaled, (False, False, (3,), ALL | {"clip_norm": 1.0}), "scaler"),
     (copied, "", "copies"),
     *((in_turn, shares, None) for shares in (True, False)),
     *((outside, case, "outside") for case in ("before attach", "after attach", "unfrozen")),

@@ -162,7 +162,7 @@ class Alone:
         """Returns an empty string: nothing is sent."""
         return ""
 
-    def predicted(self) -> Volume:
+    def predicted(self, rank: int | None = None) -> Volume:
         """Returns a volume of zero bytes."""
         return Volume()
 

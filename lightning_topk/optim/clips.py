@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -49,12 +50,12 @@ class UserClipping:
         self.exchanged = False
         """Whether the last pass clipped gradients in the exchange."""
         self._ids: list[int] = []  # of the optimizers, in order
-        self._limits: dict[int, float] = {}  # by id of an optimizer, the norm to which it was clipped last
-        self._clipped: set[int] = set()  # ids of optimizers whose gradients were clipped since their last step
+        self._limits = WeakKeyDictionary[Any, float]()  # by optimizer, the norm to which it was clipped last
+        self._clipped = WeakSet[Any]()  # optimizers whose gradients were clipped since their last step
         self._number_of: Mapping[Tensor, int] = {}  # for each member of a bucket, which norm it has
         self._covered: Collection[int] = ()  # optimizers whose parameters are all exchanged here
-        self._norms: dict[int, list[Tensor]] = {}  # by id of an optimizer, per step: of its gradients, and as delivered
-        self._delivered: dict[int, Tensor] = {}  # by id of an optimizer, the norm at the end of backward
+        self._norms = WeakKeyDictionary[Any, list[Tensor]]()  # by optimizer, per step: of its gradients, as delivered
+        self._delivered = WeakKeyDictionary[Any, Tensor]()  # by optimizer, the norm at the end of backward
 
     def find(self, optimizers: Sequence[Optimizer], held: Mapping[Tensor, Tensor]) -> None:
         """Finds which norm each member of a bucket has; ``held`` maps members to the tensors that optimizers hold."""
@@ -65,7 +66,7 @@ class UserClipping:
             )
         several = {p: number for number, each in enumerate(optimizers) for p in all_parameters(each)}
         one = isinstance(self.max_norm, Real)
-        self._number_of = {p: 0 if one else several.get(its, len(optimizers)) for p, its in held.items()}
+        self._number_of = {p: 0 if one else several[its] for p, its in held.items() if one or its in several}
         every = {*held.values()}
         self._covered = {id(each) for each in optimizers if every.issuperset(all_parameters(each))}
 
@@ -76,7 +77,7 @@ class UserClipping:
         if isinstance(told, Real):
             limits = [float(told)]
         else:
-            known = told or [self._limits.get(each, self.first) for each in self._ids]
+            known = told or [self._limits.get(each, self.first) for each in optimizers]
             limits = [*(limit or math.inf for limit in known), math.inf]  # the last is for all other parameters
         self.estimate.begin_pass(limits if min(limits) < math.inf else (), self._number_of)
 
@@ -89,8 +90,8 @@ class UserClipping:
         if its not in self._ids:
             return clip(max_norm)
         number, limits = self._ids.index(its), self.estimate.limits if self.exchanged else ()
-        self._limits[its] = max_norm
-        self._clipped.add(its)
+        self._limits[optimizer] = max_norm
+        self._clipped.add(optimizer)
         done = bool(limits) and limits[number] == max_norm and its in self._covered
         norm = clip(math.inf if done else max_norm)
         if limits:
@@ -99,16 +100,15 @@ class UserClipping:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Notes whether the gradients of a step were clipped."""
-        its = id(optimizer)
-        if its not in self._clipped:
-            self._limits[its] = math.inf
-            if (delivered := self._delivered.pop(its, None)) is not None:
+        if optimizer not in self._clipped:
+            self._limits[optimizer] = math.inf
+            if (delivered := self._delivered.pop(optimizer, None)) is not None:
                 self._look(optimizer, delivered)
-        self._clipped.discard(its)
+        self._clipped.discard(optimizer)
 
     def end_pass(self, optimizers: Sequence[Optimizer], scale: Tensor | None) -> None:
         """In the first steps, notes the norms of gradients at the end of backward, before the user changes them."""
-        looking = [each for each in optimizers if len(self._norms.setdefault(id(each), [])) < READ[-1]]
+        looking = [each for each in optimizers if len(self._norms.setdefault(each, [])) < READ[-1]]
         if self._hints and looking and torch._C._current_graph_task_id() != -1:
             engine: Any = torch.autograd.Variable._execution_engine
             # Must run after the callback in which DDP writes the gradients, which DDP queues after this one.
@@ -119,11 +119,11 @@ class UserClipping:
         for each in optimizers:
             gradients = _gradients(each)
             if any(g.is_sparse or local_part(g) is not g for g in gradients):
-                self._norms[id(each)] = ENDED  # a rank does not know the norm of all shards
-                self._delivered.pop(id(each), None)
+                self._norms[each] = ENDED  # a rank does not know the norm of all shards
+                self._delivered.pop(each, None)
             elif gradients:
                 norm = torch.nn.utils.get_total_norm(gradients).float()
-                self._delivered[id(each)] = norm if scale is None else norm / scale
+                self._delivered[each] = norm if scale is None else norm / scale
 
     @torch.no_grad()
     def _look(self, optimizer: Optimizer, delivered: Tensor) -> None:
@@ -131,7 +131,7 @@ class UserClipping:
 
         ``delivered`` is their norm at the end of backward: gradients may have the same norm without being clipped.
         """
-        gradients, norms = _gradients(optimizer), self._norms[id(optimizer)]
+        gradients, norms = _gradients(optimizer), self._norms[optimizer]
         if not gradients or getattr(optimizer, "grad_scale", None) is not None:
             return
         norms.append(torch.stack([torch.nn.utils.get_total_norm(gradients).float(), delivered]))
@@ -141,7 +141,7 @@ class UserClipping:
         most = max(norm for norm, _ in found)
         alike = [before > norm * (1 + near) for norm, before in found if norm > most * (1 - near)]
         if len(alike) >= READ[0] // 2:
-            self._norms[id(optimizer)] = ENDED
+            self._norms[optimizer] = ENDED
             if sum(alike) >= READ[0] // 2:
                 self._say(
                     f"lightning_topk: your gradients are clipped to norm {most:.3g}: pass max_norm={most:.3g} to "

@@ -163,13 +163,14 @@ class Watch:
     @_disable_dynamo
     def check_scaler(self) -> None:
         """Warns if a GradScaler that the user did not pass takes this step: it is in a frame above the step's hooks."""
-        frame = sys._getframe() if self._config.waits and not self._scaled else None
+        frame = sys._getframe() if (self._config.waits or self._config.clip_norm) and not self._scaled else None
         while frame is not None:
             # f_locals keeps a frame's variables alive: read it only for a scaler's own step.
             if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
                 self._say(
                     "lightning_topk: a GradScaler scales the loss, but attach got no scaler=. Residuals then count too "
-                    "much or too little whenever the scale changes. Pass the scaler to attach."
+                    "much or too little whenever the scale changes, and clip_norm= clips scaled gradients. Pass the "
+                    "scaler to attach."
                 )
                 return
             frame = frame.f_back

@@ -225,6 +225,7 @@ class Residuals:
         Raises:
             ValueError: The slices need residuals of other ranks.
         """
+        self.offload_to_cpu()  # adds what the servers keep
         differ = [each for each in self._kept.values() if each.count != count and not each.loaded]
         if count > 1 and not all(each.is_zero() for each in differ):
             raise ValueError(
@@ -232,7 +233,6 @@ class Residuals:
                 "with a slice of every parameter, and the slices need the other ranks' residuals. Leave residuals= "
                 "out, and pass the earlier state's state_dict() to load_state_dict(), which converts them."
             )
-        self.offload_to_cpu()
         self._forget_changed(self._kept)
         self.state, self.rank, self._scratch = state, rank, ops.Scratch()
 

@@ -317,7 +317,7 @@ class HookState:
         self.optimizers.close()
         if self.groups is not None:
             self.groups.destroy(idle, failed=self._lane is not None and self._lane.error is not None)
-        self._lane = self.groups = self._last = None
+        self._lane = self.groups = self._last = self.current = None
 
 
 def _check_arguments(config: TopKConfig, epoch: Any, has_optimizers: bool) -> None:

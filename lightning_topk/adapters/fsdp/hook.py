@@ -242,6 +242,12 @@ def attach(
     # A frozen module may belong to two models. The first one keeps it.
     groups = [group for group in param_groups_of(model, proxies) if group.trained or not group.has_hook]
     _check_groups(groups, replicas)
+    if isinstance(earlier, ShardState) and (ranks := earlier._param_groups[0].ranks) != groups[0].ranks:
+        raise ValueError(
+            f"residuals= come from another mesh: there the ranks {ranks} hold a replica's shards, here "
+            f"{groups[0].ranks}. Leave residuals= out, and pass what full_state_dict() of the earlier state returned "
+            "on rank 0 to load_state_dict() on every rank."
+        )
     state = ShardState(model, groups, replicas, config=config, optimizers=optimizers, **arguments)
     with on_failure(state.close), on_device(state.device):  # FSDP gathers parameters on the current device
         state.learn_names()

@@ -54,18 +54,17 @@ class Resumes(Strategy):
         plugin: Any = self.precision_plugin
         module: Any = self.lightning_module
         trainer: Any = getattr(module, "_trainer", None)
-        optimizers = self.topk_state.optimizers
-
-        def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
-            optimizers.clip(optimizer, clip_val, partial(clip_grad_norm_, [*plugin.main_params(optimizer)]))
-
         if ".plugins.precision." not in type(plugin).clip_grad_by_norm.__module__:
             return  # the user's own rule
-        plugin.clip_grad_by_norm = clip_grad_by_norm
+        plugin.clip_grad_by_norm = self._clip_grad_by_norm  # a method, since it is pickled with the Trainer
         rule = type(module).configure_gradient_clipping.__module__
         usual = trainer is not None and module.automatic_optimization and rule.endswith(".core.module")
         if usual and trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm"):
-            optimizers.clipping.first = float(trainer.gradient_clip_val)
+            self.topk_state.optimizers.clipping.first = float(trainer.gradient_clip_val)
+
+    def _clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        parameters = [*self.precision_plugin.main_params(optimizer)]
+        self.topk_state.optimizers.clip(optimizer, clip_val, partial(clip_grad_norm_, parameters))
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:

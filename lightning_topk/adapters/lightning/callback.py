@@ -98,6 +98,10 @@ class CompressionMonitor(Callback):
         self._starved: list[str] = []  # parameters of which the last measured step sent almost nothing
         self._told = False  # whether the summary was printed
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickles all but the last report, which refers to the state; a data loader may pickle the Trainer."""
+        return {**vars(self), "_unmeasured": None}
+
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Resets the metrics, checks the name patterns, and warns if there is nothing to monitor."""
@@ -212,7 +216,6 @@ class CompressionMonitor(Callback):
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         """Prints the summary once per fit, if there were steps and more than one rank."""
         state = _state(trainer)  # in on_fit_end it is gone (lightning 2.6)
-        self._unmeasured = None  # a report refers to its jobs, and they to the state
         if self.volume.update_called and not self._told and state is not None and state.world > 1:
             self._told = state.told = True
             rank_zero_info(self.summary())

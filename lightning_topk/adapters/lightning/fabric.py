@@ -67,7 +67,7 @@ class TopKStrategy(DDPStrategy):
     @property
     def topk_states(self) -> list[TopKState]:
         """The states of the communication hooks, one for each module that was set up and is in use."""
-        return [state for state in self._states if state.model() is not None]
+        return [state for state in self._states if state.model() is not None and state.groups is not None]
 
     def state_of(self, module: Module) -> TopKState:
         """Returns the state of a module from ``fabric.setup`` or ``fabric.setup_module``, to save with it.

@@ -253,7 +253,7 @@ def count(value, ends, digits, kth, counts, words, capacity, turns, tiles, k, wi
     Also clears the payloads, of ``width`` words.
     """
     tile, row = tl.program_id(0), tl.program_id(1)
-    for first in range(tile * TILE, width, tiles * TILE):
+    for first in range(tile.to(tl.int64) * TILE, width, tiles.to(tl.int64) * TILE):
         at = first + tl.arange(0, TILE)
         tl.store(words + row.to(tl.int64) * width + at, tl.zeros((TILE,), tl.int32), mask=at < width)
     bits, inside, total = _candidates(value, ends, row, tile, capacity, turns, TILE)
@@ -414,7 +414,7 @@ def weigh(counts, begin, size, width, tiles, rows, GROUP: tl.constexpr, TILE: tl
     bits = tl.zeros_like(read)
     for n in tl.static_range(4):
         octet = word.to(tl.int64) * 4 + n
-        bits |= tl.where((octet >= begin) & (octet < begin + size), ((read >> 8 * n) & 255) << 8 * n, 0)
+        bits |= tl.where((octet >= begin) & (octet - begin < size), ((read >> 8 * n) & 255) << 8 * n, 0)
     to = counts + row * tiles + tile
     tl.store(to, tl.sum(read.to(tl.int64), axis=1).to(tl.int32), mask=tile < tiles)
     to += rows.to(tl.int64) * tiles
@@ -441,15 +441,15 @@ def add(
     last = ends + (row + 1) * tiles - 1
     intact = tl.load(last) - tl.load(last - tiles, mask=row > 0, other=0) == check
     tl.store(flags, 0, mask=~intact)
-    octet = tile * TILE + tl.arange(0, TILE)
-    held = tl.load(source + octet, mask=(octet >= begin) & (octet < begin + size), other=0).to(tl.int32)
+    octet = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    held = tl.load(source + octet, mask=(octet >= begin) & (octet - begin < size), other=0).to(tl.int32)
     bits = (held[:, None] >> tl.arange(0, 8)[None, :]) & 1
     found = tl.sum(bits, axis=1)
     at = (rows + row) * tiles  # the sum before it is the last of the row before, or of the words
     before = tl.load(ends + at + tile) - tl.load(counts + at + tile) - tl.load(ends + at - 1)
     before += tl.cumsum(found, axis=0) - found
     slot = before[:, None] + tl.cumsum(bits, axis=1) - bits
-    high = (octet - begin)[:, None] * 8 + tl.arange(0, 8)[None, :] - slot
+    high = (octet - begin).to(tl.int32)[:, None] * 8 + tl.arange(0, 8)[None, :] - slot
     position = high << LOW
     wanted = (bits != 0) & (slot < k) & intact
     if LOW > 0:
