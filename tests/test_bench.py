@@ -101,10 +101,18 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, tmp_path)
         ("bench hosts --rate fast", "bench hosts: .*write it like 100mbit or 2.5gbit"),
         ("bench hosts --peers theirs", "bench hosts: .*'theirs' is unknown"),
         ("bench wire --json nowhere/r.json", "bench wire: .*No such file or directory: 'nowhere/r.json'"),
+        ("bench own-work --device cuda", "own-work: --device cuda: torch finds no GPU here"),
         ("reproduce", r"reproduce: name a claim \(counterexample, saving, .*\) or pass --all"),
+        ("reproduce at-size --models AdamW", "at-size: --models='AdamW' is unknown; .*'narrow resnet18'"),
+        ("reproduce at-size --systems gpt", "at-size: --systems='gpt' is unknown; .*'saving 50'"),
+        ("reproduce lag --models gtp", "lag: --models='gtp' is unknown"),
+        ("reproduce scripts --models MNIST --systems PowerSGD", "scripts: --systems PowerSGD: write it like dense or"),
+        ("reproduce deliveries --optimizers AdamW", "deliveries: --optimizers='AdamW' is unknown; .*'AdamW 0.95'"),
     ],
 )
-def test_invalid_arguments_are_refused_in_a_sentence(monkeypatch, words, message):
+def test_invalid_arguments_are_refused_in_a_sentence(monkeypatch, tmp_path, words, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, *words.split())
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,6 +245,8 @@ def finish(function: Callable[..., Result], given: Mapping[str, Any]) -> Result:
     """Calls a function on one thread, and prints its result, with its time and this command."""
     import torch
 
+    if given.get("device") == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU here.")
     torch.set_num_threads(1)  # tensors are small, and every reader has one core
     begin = time.perf_counter()
     result = function(**given)
@@ -264,3 +266,11 @@ def need(module: str, package: str | None = None) -> None:
     """Raises before any work is done if an optional package is missing; ``package`` is its name for pip."""
     if importlib.util.find_spec(module) is None:
         raise ValueError(f"this needs {module}, which is not installed: pip install {package or module}.")
+
+
+def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses names after an option that are not known."""
+    from lightning_topk.config import check_name
+
+    for name in names:
+        check_name(option, name, known)
