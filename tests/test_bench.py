@@ -101,6 +101,7 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, tmp_path)
         ("bench hosts --rate fast", "bench hosts: .*write it like 100mbit or 2.5gbit"),
         ("bench hosts --peers theirs", "bench hosts: .*'theirs' is unknown"),
         ("bench wire --json nowhere/r.json", "bench wire: .*No such file or directory: 'nowhere/r.json'"),
+        ("bench own-work --workers 1", "own-work: --workers 1 exchanges nothing: use 2 or more"),
         ("bench own-work --device cuda", "own-work: --device cuda: torch finds no GPU here"),
         ("reproduce", r"reproduce: name a claim \(counterexample, saving, .*\) or pass --all"),
         ("reproduce at-size --models AdamW", "at-size: --models='AdamW' is unknown; .*'narrow resnet18'"),

@@ -210,6 +210,8 @@ def _bench(name: str, given: dict[str, Any]) -> list[Result]:
         need("matplotlib")
         if plot.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"{plot} must end in .png, .svg, .pdf.")
+    if given.get("workers", 2) < 2:
+        raise ValueError("--workers 1 exchanges nothing: use 2 or more.")
     for path in filter(None, (json, plot)):
         path.touch()  # fail now rather than after the work
     result = finish(function_of(f"bench {name}"), given)
