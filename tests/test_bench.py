@@ -27,6 +27,8 @@ from lab.bench import race, select, steps, wire
 from lab.bench.peers import PEERS
 from lab.data import Data
 from lab.models import DIGIT, mlp
+from lab.papers import CLAIMS
+from lab.report import Result
 from lab.training import DiLoCo, Optimizer
 from lightning_topk import __main__
 from lightning_topk.bench.peers import ours
@@ -116,6 +118,17 @@ def test_invalid_arguments_are_refused_in_a_sentence(monkeypatch, tmp_path, word
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, *words.split())
+
+
+def test_only_the_papers_claims_are_in_the_report(monkeypatch, tmp_path):
+    """One of another command's, written beside the committed one, once left it empty."""
+    monkeypatch.setattr(commands, "function_of", lambda name: lambda: Result(name.split()[1], "", ""))
+    (report := tmp_path / "report.md").write_text("earlier")
+    for name, said in (("agreement", "earlier"), ("saving", "0 of 0 statements hold")):
+        run(monkeypatch, "reproduce", name, "--out", str(tmp_path))
+        assert said in report.read_text()
+    committed = (LAB.parent / "reproduced" / "report.md").read_text()
+    assert [name for name in CLAIMS if f"\n## {name}: " not in committed] == []
 
 
 @pytest.mark.process

@@ -238,8 +238,10 @@ def _reproduce(name: str, given: dict[str, Any]) -> list[Result]:
         resumable = "out" in inspect.signature(function).parameters
         results.append(finish(function, {**given, "out": out} if resumable else given))
         results[-1].write(out)
-        write_report(out)  # now, since a later claim may fail
-    print(f"report: {out / 'report.md'}")
+        if each in CLAIMS:
+            write_report(out)  # now, since a later claim may fail
+    if whole or name in CLAIMS:
+        print(f"report: {out / 'report.md'}")
     return results
 
 
