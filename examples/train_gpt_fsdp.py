@@ -26,7 +26,7 @@ from tqdm import tqdm
 from lab import hosts
 from lab.data import documentation
 from lab.models import GPT
-from lightning_topk import attach
+from lightning_topk import TopKConfig, attach
 from lightning_topk.plan import markdown
 
 
@@ -96,10 +96,14 @@ def main() -> None:
     world = options.nodes * options.ranks
     gpus = torch.cuda.device_count() >= world and not options.rate
     module = importlib.import_module(Path(__file__).stem)  # ranks import this file as a module
-    emulated = hosts.emulate(options.nodes, options.rate, options.ranks) if options.rate else None
-    with emulated or nullcontext(hosts.local(world)) as group:
-        given = {**vars(options), "device": "cuda" if gpus else "cpu"}
-        rows = group.run(module.train, given, timeout=24 * 3600, shown=True)[0]
+    try:
+        TopKConfig(saving=options.saving)
+        emulated = hosts.emulate(options.nodes, options.rate, options.ranks) if options.rate else None
+        with emulated or nullcontext(hosts.local(world)) as group:
+            given = {**vars(options), "device": "cuda" if gpus else "cpu"}
+            rows = group.run(module.train, given, timeout=24 * 3600, shown=True)[0]
+    except (RuntimeError, ValueError) as error:
+        parser.error(str(error))
     parameters = sum(parameter.numel() for parameter in GPT(options.width, options.depth).parameters())
     setting = f"{parameters:,} parameters, {options.nodes} nodes of {options.ranks} ranks, {options.steps} steps"
     print(f"{setting}\n\n{markdown(rows)}")

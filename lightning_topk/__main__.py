@@ -78,7 +78,7 @@ def main() -> None:
         if said := import_module(module[command]).run(**options):  # imported only now: torch takes seconds
             print(said)
     except (OSError, RuntimeError, ValueError) as error:
-        if isinstance(error, ValueError) and os.environ.get("LOCAL_RANK", "0") != "0":
+        if isinstance(error, ValueError) and re.fullmatch(r"[1-9]\d*", os.environ.get("LOCAL_RANK", "")):
             raise SystemExit(2) from error  # the node's first rank prints it
         raise SystemExit(f"{parser.prog} {command}: {error}") from error
 

@@ -48,8 +48,8 @@ def processor(device: torch.device) -> str:
 def ranks(gpus: int) -> str:
     """Ranks, backend and topology that the launcher's variables lead to on a node with this number of GPUs."""
     try:
-        world = _count("WORLD_SIZE", "SLURM_NTASKS")
-        local = _count("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
+        world = count("WORLD_SIZE", "SLURM_NTASKS")
+        local = count("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
         local = local if world % local == 0 else 1  # as attach does if nodes have unequal sizes
         topology = TopKConfig().resolve(world, local, gpus=gpus >= local).topology
     except ValueError as error:
@@ -60,9 +60,9 @@ def ranks(gpus: int) -> str:
     return f"{world}, {local} per node: {'nccl' if gpus >= local else 'gloo'}, topology {topology}"
 
 
-def _count(*names: str) -> int:
+def count(*names: str, least: int = 1) -> int:
     """The count in the first of these variables that is set, or 1."""
     name, value = next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", "1"))
-    if not value.isdecimal() or int(value) < 1:
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+    if not value.isdecimal() or int(value) < least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
     return int(value)

@@ -48,11 +48,11 @@ def make_module(model: str | None = None, module: str | None = None) -> nn.Modul
             raise ValueError(f"{name} has no trained parameters")
         return made
     except Exception as error:  # a constructor may raise any
-        needs = "It must be importable, callable without arguments, and a torch.nn.Module with trained parameters."
+        option = f"--module {module}" if model is None else f"--model {model}"
+        needs = "Write it like mine.models.Net: importable, callable without arguments, a module with trained weights."
         if model is not None:
             needs = _nearest(model) if isinstance(error, ValueError) else "Install torchvision for this torch."
-        what = f"{'--module' if model is None else '--model'} {model or module}: {type(error).__name__}: {error}"
-        raise ValueError(f"{what}. {needs}") from error
+        raise ValueError(f"{option}: {type(error).__name__}: {error}. {needs}") from error
 
 
 def _nearest(model: str) -> str:

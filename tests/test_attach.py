@@ -197,6 +197,16 @@ def test_arguments_of_ddp_that_change_its_buckets_must_be_the_same_on_every_rank
 
 
 @on_ranks(2)
+def test_an_attach_on_rank_0_alone_says_that_every_rank_must_attach(rank, world):
+    model = DistributedDataParallel(four_layers(), process_group=dist.new_group([0, 1], timedelta(seconds=1)))
+    said = "" if rank else refusal(attach, model)
+    dist.barrier()
+    dist.destroy_process_group(model.process_group)
+    assert rank or "comparing settings failed: some rank did not take part" in said
+    assert rank or "Every rank must attach its model" in said
+
+
+@on_ranks(2)
 def test_an_error_while_bytes_are_shared_out_says_so(rank, world):
     net = four_layers()
     model, _ = attached(net, {"bucket_cap_mb": 0.001}, saving=5)

@@ -27,6 +27,8 @@ from lab.bench import race, select, steps, wire
 from lab.bench.peers import PEERS
 from lab.data import Data
 from lab.models import DIGIT, mlp
+from lab.papers import CLAIMS
+from lab.report import Result
 from lab.training import DiLoCo, Optimizer
 from lightning_topk import __main__
 from lightning_topk.bench.peers import ours
@@ -101,12 +103,32 @@ def test_hosts_checks_counted_bytes_against_the_interface(monkeypatch, tmp_path)
         ("bench hosts --rate fast", "bench hosts: .*write it like 100mbit or 2.5gbit"),
         ("bench hosts --peers theirs", "bench hosts: .*'theirs' is unknown"),
         ("bench wire --json nowhere/r.json", "bench wire: .*No such file or directory: 'nowhere/r.json'"),
+        ("bench own-work --workers 1", "own-work: --workers 1 exchanges nothing: use 2 or more"),
+        ("bench own-work --device cuda", "own-work: --device cuda: torch finds no GPU here"),
         ("reproduce", r"reproduce: name a claim \(counterexample, saving, .*\) or pass --all"),
+        ("reproduce at-size --models AdamW", "at-size: --models='AdamW' is unknown; .*'narrow resnet18'"),
+        ("reproduce at-size --systems gpt", "at-size: --systems='gpt' is unknown; .*'saving 50'"),
+        ("reproduce lag --models gtp", "lag: --models='gtp' is unknown"),
+        ("reproduce scripts --models MNIST --systems PowerSGD", "scripts: --systems PowerSGD: write it like dense or"),
+        ("reproduce deliveries --optimizers AdamW", "deliveries: --optimizers='AdamW' is unknown; .*'AdamW 0.95'"),
     ],
 )
-def test_invalid_arguments_are_refused_in_a_sentence(monkeypatch, words, message):
+def test_invalid_arguments_are_refused_in_a_sentence(monkeypatch, tmp_path, words, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, *words.split())
+
+
+def test_only_the_papers_claims_are_in_the_report(monkeypatch, tmp_path):
+    """One of another command's, written beside the committed one, once left it empty."""
+    monkeypatch.setattr(commands, "function_of", lambda name: lambda: Result(name.split()[1], "", ""))
+    (report := tmp_path / "report.md").write_text("earlier")
+    for name, said in (("agreement", "earlier"), ("saving", "0 of 0 statements hold")):
+        run(monkeypatch, "reproduce", name, "--out", str(tmp_path))
+        assert said in report.read_text()
+    committed = (LAB.parent / "reproduced" / "report.md").read_text()
+    assert [name for name in CLAIMS if f"\n## {name}: " not in committed] == []
 
 
 @pytest.mark.process

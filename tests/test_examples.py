@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from groups import script, torchrun
 from PIL import Image
+from test_bench import run
 from test_pays import cells
 
-from lab import hosts
+import train_gpt_fsdp
+from lab import emulate, hosts
 
 ROOT = Path(__file__).parent.parent
 JOB = ROOT / "examples" / "train_classifier.py"
@@ -97,6 +99,23 @@ def test_the_packages_bench_runs_on_two_emulated_hosts(tmp_path):
     said = script(ROOT / "examples" / "lab" / "emulate.py", *arguments, log=tmp_path / "log", folder=tmp_path)
     assert "2 nodes of 1 rank, gloo" in said
     assert [*cells(said)] == ["DDP", "saving=50"]
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "message"),
+    [
+        (emulate.main, "", "the following arguments are required: rate"),
+        (emulate.main, "fast --model resnet18", "--rate fast is not a rate; write it like 100mbit"),
+        (train_gpt_fsdp.main, "--rate fast", "--rate fast is not a rate; write it like 100mbit"),
+        (train_gpt_fsdp.main, "--saving 0", "saving=0.0 must be 1 or more"),
+    ],
+)
+def test_invalid_arguments_of_scripts_are_refused_in_a_sentence(monkeypatch, capsys, main, words, message):
+    monkeypatch.setattr(hosts, "available", lambda: True)
+    monkeypatch.setattr(hosts, "local", None)
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, *words.split(), main=main)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -191,6 +191,8 @@ def bench(monkeypatch):
 def test_invalid_benches_are_refused_before_anything_starts(bench):
     assert "so there is nothing to exchange. Run this on each of two machines" in bench("--params 1M", **LAUNCHED)
     assert "not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT." in bench("--params 1M", RANK="0")
+    assert "WORLD_SIZE='abc' must be an integer" in bench("--params 1M", **{**LAUNCHED, "WORLD_SIZE": "abc"})
+    assert "LOCAL_RANK='x' must be an integer" in bench("--params 1M", **{**LAUNCHED, "LOCAL_RANK": "x"})
     assert "'DPP' is unknown; it must be one of 'no exchange', 'DDP'" in bench("--params 1M --only DPP")
     assert "exchanges nothing: use 2 or more" in bench("--params 1M --ranks 1")
 
@@ -200,6 +202,13 @@ def test_ranks_with_and_without_a_gpu_are_refused_before_two_backends_wait(rank,
     device = torch.device("cuda" if rank else "cpu")
     with pytest.raises(ValueError, match=r"the device is cpu on rank 0 and cuda on rank 1.*needs a GPU for each"):
         report(Work(params=3000), device)
+
+
+@on_ranks(2, timeout=120)
+def test_a_model_that_does_not_take_its_input_ends_the_bench_at_its_first_step(rank, world):
+    with launched(rank), pytest.raises(RuntimeError, match=r"mat1 and mat2 .*--input") as error:
+        report(Work(module="contenders.Tiny", input=(3,), steps=3), CPU)
+    assert str(error.value).count("mat1 and mat2") == 1, "no exchange was tried"
 
 
 @pytest.mark.unit

@@ -64,7 +64,7 @@ class Lazy(nn.LazyLinear):
     [
         ("torch.nn.Identity", "Identity has no trained parameters"),
         ("nowhere.Net", "ModuleNotFoundError: No module named 'nowhere'.*importable"),
-        ("collections.Counter", "Counter.*must be .* a torch.nn.Module"),
+        ("collections.Counter", "Counter.*a module with trained weights"),
         ("test_plan.Failing", "KeyError: 'x'"),
         ("test_plan.Unreadable", "OSError: no such file"),
         ("test_plan.Lazy", "Attempted to use an uninitialized parameter"),
@@ -163,6 +163,8 @@ def test_every_size_has_a_plan_and_topologies_that_do_not_fit_say_so(monkeypatch
         (["--params", "1M", "--nodes", "2", "--inter", "1gbit/20ms"], "plan counts bytes, not round trips"),
         (["--params", "1M", "--nodes", "2", "--saving", "50", "--ratio", "0.1"], "both say how much to send"),
         (["--model", "resnet999", "--nodes", "2"], "Unknown model resnet999. The nearest names are .*resnet"),
+        (["--model", "", "--nodes", "2"], "--model : ValueError: Unknown model"),
+        (["--module", "Net", "--nodes", "2"], "--module Net: .*Write it like mine.models.Net"),
         (["--model", "nothing", "--nodes", "2"], "Use gpt2, gpt2-medium, .*or the name of a torchvision model.$"),
     ],
 )

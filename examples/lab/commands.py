@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,6 +210,8 @@ def _bench(name: str, given: dict[str, Any]) -> list[Result]:
         need("matplotlib")
         if plot.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"{plot} must end in .png, .svg, .pdf.")
+    if given.get("workers", 2) < 2:
+        raise ValueError("--workers 1 exchanges nothing: use 2 or more.")
     for path in filter(None, (json, plot)):
         path.touch()  # fail now rather than after the work
     result = finish(function_of(f"bench {name}"), given)
@@ -236,8 +238,10 @@ def _reproduce(name: str, given: dict[str, Any]) -> list[Result]:
         resumable = "out" in inspect.signature(function).parameters
         results.append(finish(function, {**given, "out": out} if resumable else given))
         results[-1].write(out)
-        write_report(out)  # now, since a later claim may fail
-    print(f"report: {out / 'report.md'}")
+        if each in CLAIMS:
+            write_report(out)  # now, since a later claim may fail
+    if whole or name in CLAIMS:
+        print(f"report: {out / 'report.md'}")
     return results
 
 
@@ -245,6 +249,8 @@ def finish(function: Callable[..., Result], given: Mapping[str, Any]) -> Result:
     """Calls a function on one thread, and prints its result, with its time and this command."""
     import torch
 
+    if given.get("device") == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU here.")
     torch.set_num_threads(1)  # tensors are small, and every reader has one core
     begin = time.perf_counter()
     result = function(**given)
@@ -264,3 +270,11 @@ def need(module: str, package: str | None = None) -> None:
     """Raises before any work is done if an optional package is missing; ``package`` is its name for pip."""
     if importlib.util.find_spec(module) is None:
         raise ValueError(f"this needs {module}, which is not installed: pip install {package or module}.")
+
+
+def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses names after an option that are not known."""
+    from lightning_topk.config import check_name
+
+    for name in names:
+        check_name(option, name, known)

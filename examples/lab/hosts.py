@@ -34,7 +34,9 @@ def available() -> bool:
 def check_available() -> None:
     """Raises a RuntimeError if hosts cannot be emulated."""
     if not available():
-        raise RuntimeError("Emulated hosts need root and iproute2 (ip, tc). Only bench train runs without them.")
+        raise RuntimeError(
+            "Emulated hosts need root and iproute2 (ip, tc). bench train and train_gpt_fsdp.py run without --rate."
+        )
 
 
 def sent_bytes() -> int:

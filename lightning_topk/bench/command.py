@@ -28,7 +28,7 @@ from lightning_topk.bench.processes import BACKENDS, TIMEOUT, ContenderError, Ru
 from lightning_topk.bench.verdict import SURE, Times, decide, ratio
 from lightning_topk.config import SAVING, TopKConfig, check_name
 from lightning_topk.consensus import check_agreement
-from lightning_topk.env import processor, versions
+from lightning_topk.env import count, processor, versions
 from lightning_topk.models import CONTEXT, GPTS, VOCABULARY, make_module
 from lightning_topk.plan import Row, counted, ddp_buckets, markdown
 from lightning_topk.volume import volume
@@ -115,13 +115,13 @@ def run(ranks: int = 2, json: Path | None = None, **work: Any) -> str | None:
         return None
     if missing := [name for name in LAUNCHED if name not in os.environ]:
         raise ValueError(f"RANK is set, but not {', '.join(missing)}. Use torchrun, or with srun set what it sets.")
-    if int(os.environ["WORLD_SIZE"]) < 2:
+    _, world, local, here, _ = (count(name, least=0) for name in LAUNCHED if name != "MASTER_ADDR")
+    if world < 2:
         raise ValueError(
             "this is the only rank, so there is nothing to exchange. Run this on each of two machines, with the first "
             "one's name as HOST: torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m lightning_topk "
             "bench ... To try it on this machine only, leave torchrun out."
         )
-    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if torch.cuda.device_count() >= here else torch.device("cpu")
     dist.init_process_group("gloo", timeout=4 * TIMEOUT)
     try:
@@ -151,6 +151,8 @@ def report(work: Work, device: torch.device, json: Path | None = None) -> str | 
             times, sent, hidden = _measured(work, device, shapes, local, failed)
             break
         except ContenderError as error:
+            if error.name == THEIRS[0] and not failed:
+                raise RuntimeError(f"a step fails even without an exchange, on {error.reason}. See --input.") from error
             failed[error.name] = error.reason
     notes = [f"{name} failed on {reason}" for name, reason in failed.items()]
     if not times:

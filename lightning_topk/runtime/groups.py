@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_topk.config import TopKConfig, check_count
-from lightning_topk.consensus import check_agreement, gathered
+from lightning_topk.consensus import check_agreement, every_rank, gathered
 from lightning_topk.core import ops
 from lightning_topk.core.requests import Among
 
@@ -233,7 +233,8 @@ def connect(
         needs, works = "numba" if device.type == "cpu" else "triton", ops.fast(device) is not None
         summary[needs] = "in use" if works else "broken" if needs in ops.FAILED else "missing"
     remedy = "Pass the same settings on every rank, and install the same packages."
-    check_agreement(summary, remedy, device, process_group)
+    with every_rank("comparing settings", "Every rank must attach its model: see the output of the others."):
+        check_agreement(summary, remedy, device, process_group)
     local, uneven = local_world_size or 1, ""
     if world > 1 and local_world_size is None:
         local, uneven = _local_world_size(config, device, process_group)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from lab.commands import check_names
 from lab.models import GPT
 from lab.report import Result
 from lightning_topk.bench.loop import Contender
@@ -67,8 +68,7 @@ def run(
     device: Literal["cpu", "cuda"] = "cpu",
 ) -> Result:
     """Times whole steps in turns: DDP whose hook exchanges nothing, and ours, whose payloads are copied."""
-    if unknown := {*models} - {*TRAININGS}:
-        raise ValueError(f"there is no {', '.join(sorted(unknown))} here: there are {', '.join(TRAININGS)}.")
+    check_names("--models", models, TRAININGS)
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     result = Result(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lab.commands import check_names
 from lab.models import TEXT
 from lab.report import Panel, Result, in_words, standard_error
 from lab.training import OPTIMIZERS, DiLoCo, LocalSGD, Optimizer, Runs, train
@@ -96,11 +97,9 @@ def run(
 
     Models of images need ``data``, a folder of images. ``huge gpt`` is too slow on CPUs.
     """
-    known = (*COURSES, *SYSTEMS, *OPTIMIZERS)
-    if unknown := {*models, *systems, *filter(None, optimizers)} - {*known}:
-        raise ValueError(f"there is no {', '.join(sorted(unknown))} here: there are {', '.join(known)}.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here.")
+    check_names("--models", models, COURSES)
+    check_names("--systems", systems, SYSTEMS)
+    check_names("--optimizers", filter(None, optimizers), OPTIMIZERS)
     chosen = [name for name in models if data is not None or not COURSES[name].images]
     if not chosen:
         raise ValueError("this model learns images: pass their folder by --data.")

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lab.commands import check_names
 from lab.papers.at_size import COURSES
 from lab.problems import Problem
 from lab.report import Panel, Result
@@ -26,6 +27,7 @@ EDGES = (1, 4, 8, 16, 32, 64, math.inf)
 
 def run(optimizers: Sequence[str] = LANGUAGE, rates: Sequence[str] = ("0.003",), steps: int = 300) -> Result:
     """Trains the usual GPT with several second betas and learning rates."""
+    check_names("--optimizers", optimizers, LANGUAGE)
     result = Result(
         "deliveries",
         "what a delivered gradient does beside dense training's",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lab.commands import check_names
 from lab.data import Data, first_classes, image_folder, source_as_documentation
 from lab.papers.at_size import COURSES, exchange
 from lab.problems import Problem
@@ -59,8 +60,7 @@ def run(
 
     The small GPT, by an optimizer, or a convnet, which needs ``data``, a folder of images.
     """
-    if unknown := {*models} - {*TUNED}:
-        raise ValueError(f"there is no {', '.join(unknown)} here: there are {', '.join(TUNED)}.")
+    check_names("--models", models, TUNED)
     starts = {(kind, seed): out / f"fine-tuning-{kind}-{seed}.pt" for kind in models for seed in range(seeds)}
     run_all({key: partial(_before, *key, path, data) for key, path in starts.items() if not path.exists()}, "before")
     found = Runs(out / "fine-tuning.jsonl")

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
+from lab.commands import check_names
 from lab.papers.at_size import COURSES, Setup, ends, run_key, setup, train_run
 from lab.problems import Problem
 from lab.report import Panel, Result, in_words, standard_error
@@ -37,6 +38,7 @@ def run(
 
     Models of images need ``data``, a folder of images.
     """
+    check_names("--models", models, COURSES)
     if data is None and any(COURSES[model].images for model in models):
         raise ValueError("this model learns images: pass their folder by --data.")
     found = Runs(out / "lag.jsonl")

@@ -6,6 +6,7 @@ Each is trained between real ranks of plain DDP, as long as its schedule is. Com
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LRScheduler, OneCycle
 from tqdm import trange
 from typing_extensions import override
 
+from lab.commands import check_names
 from lab.data import (
     LENGTH,
     WORDS,
@@ -292,8 +294,9 @@ def run(
 ) -> Result:
     """Trains with published optimizers and schedules, each by DDP in two processes. Some need ``data``, images."""
     chosen = models or [name for name, script in SCRIPTS.items() if script.data or data]
-    if unknown := {*chosen} - {*SCRIPTS}:
-        raise ValueError(f"there is no {', '.join(unknown)} here: there are {', '.join(SCRIPTS)}.")
+    check_names("--models", chosen, SCRIPTS)
+    if unknown := [system for system in systems if not re.fullmatch(r"dense|saving [\d.]+", system)]:
+        raise ValueError(f"--systems {unknown[0]}: write it like dense or 'saving 50'.")
     if data is None and not all(SCRIPTS[name].data for name in chosen):
         raise ValueError("this script learns images: pass their folder by --data.")
     images = out / "images.pt"

@@ -148,7 +148,7 @@ class ShardState(HookState):
         """Checks that all replicas exchange the same gradient next: else payloads of equal size could be mixed up."""
         remedy = (
             "All replicas must exchange the same gradients in the same order: use the same parameters in every forward "
-            "pass, or call set_reduce_scatter_unused_params(True) on the FSDP modules (torch 2.15 and later)."
+            "pass, or call set_reduce_scatter_unused_params(True) on the FSDP modules (torch 2.14 and later)."
         )
         check_agreement({"the next gradient": gradient}, remedy, self.device, self.open_groups().all)
 

@@ -126,7 +126,7 @@ class ParamGroup:
             raise RuntimeError(
                 f"backward passes gave gradients to different parameters of {self}, so their shards cannot be "
                 "accumulated. Use the same parameters in each, call set_reduce_scatter_unused_params(True) on the "
-                "FSDP modules (torch 2.15 and later), or accumulate with set_requires_gradient_sync(False)."
+                "FSDP modules (torch 2.14 and later), or accumulate with set_requires_gradient_sync(False)."
             )
         g.add_(earlier)
 
