@@ -117,10 +117,10 @@ class Shown(NamedTuple):
 
     Attributes:
         title: The model and the optimizer.
-        model: Its name in the file of runs.
+        model: Its name in the runs.
         steps: Steps of the run.
         batch: Examples a worker, if not the model's own.
-        runs: That file.
+        runs: The name of the file with its runs.
     """
 
     title: str

@@ -61,7 +61,7 @@ def ranks(gpus: int) -> str:
 
 
 def count(*names: str, least: int = 1) -> int:
-    """The count in the first of these variables that is set, or 1."""
+    """Returns the count in the first of these variables that is set, or 1; refuses counts below ``least``."""
     name, value = next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", "1"))
     if not value.isdecimal() or int(value) < least:
         raise ValueError(f"{name}={value!r} must be an integer of at least {least}")

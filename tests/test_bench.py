@@ -121,7 +121,7 @@ def test_invalid_arguments_are_refused_in_a_sentence(monkeypatch, tmp_path, word
 
 
 def test_only_the_papers_claims_are_in_the_report(monkeypatch, tmp_path):
-    """One of another command's, written beside the committed one, once left it empty."""
+    """A command that is no claim once overwrote the committed report with an empty one."""
     monkeypatch.setattr(commands, "function_of", lambda name: lambda: Result(name.split()[1], "", ""))
     (report := tmp_path / "report.md").write_text("earlier")
     for name, said in (("agreement", "earlier"), ("saving", "0 of 0 statements hold")):
